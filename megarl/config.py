@@ -1,0 +1,161 @@
+"""The whole configuration as one typed tree. Importing it loads neither torch, ray nor transformers."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, validate_default=True, protected_namespaces=())
+
+
+class ToyConfig(Section):
+    """Write the toy model, tokenizer and word problems of `megarl.data.toy` before the run, unless they are there."""
+
+    folder: str = Field("runs/toy", description="receives model/, train.jsonl, validation.jsonl, warm_start.jsonl")
+    seed: int = 0
+
+
+class ModelConfig(Section):
+    path: str = Field(description="Hugging Face folder: config.json, safetensors, tokenizer")
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+
+
+class DataConfig(Section):
+    train: str = Field(description="JSONL file of prompts")
+    validation: str | None = Field(None, description="JSONL file of held-out prompts")
+    prompt_key: str = Field("prompt", description="column with the user's text, or with a list of messages")
+    answer_key: str | None = Field("answer", description="column with the reference answer; null: none")
+    system_prompt: str | None = None
+    max_prompt_tokens: int = Field(1024, ge=1, description="templated length; longer prompts are dropped, with a count")
+
+
+class WarmStartConfig(Section):
+    """A short supervised start on worked answers, by the same engine: the usual remedy for all-zero rewards."""
+
+    data: str | None = Field(None, description="JSONL with `prompt_key` and `response`; null: no warm start")
+    steps: int = Field(600, ge=1)
+    batch_size: int = Field(64, ge=1, description="in samples")
+    learning_rate: float = Field(6e-3, gt=0)
+    weight_decay: float = Field(0.01, ge=0)
+    warmup_steps: int = Field(30, ge=0)
+    decay_from: float = Field(0.5, ge=0, le=1, description="share of the steps after which the rate falls linearly")
+    final_fraction: float = Field(0.1, ge=0, le=1, description="learning rate at the end, as a share of the peak")
+
+
+class AlgorithmConfig(Section):
+    name: Literal["grpo"] = "grpo"
+    prompts_per_step: int = Field(16, ge=1)
+    group_size: int = Field(8, ge=1, description="responses per prompt")
+    mini_batch_size: int | None = Field(None, ge=1, description="samples per optimizer step; null: all of a step")
+    normalize_by_std: bool = Field(True, description="divide by the group's unbiased standard deviation")
+    clip_low: float = Field(0.2, ge=0, lt=1)
+    clip_high: float = Field(0.2, ge=0)
+    loss_aggregation: Literal["token_mean", "sequence_mean"] = "sequence_mean"
+    kl_coefficient: float = Field(0.0, ge=0, description="weight of KL(policy || reference) in the loss")
+    reward: str = Field("gsm8k", description="a name in megarl.rewards.REWARDS")
+
+
+class OptimizerConfig(Section):
+    learning_rate: float = Field(1e-6, gt=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    epsilon: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    clip_grad: float = Field(1.0, gt=0, description="bound of the global gradient norm")
+
+
+class ActorConfig(Section):
+    nodes: int = Field(1, ge=1)
+    gpus_per_node: int = Field(1, ge=1, description="ranks per node; on CPU: processes")
+    tensor_parallel: int = Field(1, ge=1)
+    pipeline_parallel: int = Field(1, ge=1)
+    max_tokens_per_gpu: int = Field(8192, ge=1, description="token budget of a packed micro-batch")
+    cpus_per_rank: float | None = Field(None, gt=0, description="null: 0.5 on CPU, 1 on GPU")
+    optimizer: OptimizerConfig = OptimizerConfig()
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.gpus_per_node
+
+    @property
+    def data_parallel(self) -> int:
+        return self.world_size // (self.tensor_parallel * self.pipeline_parallel)
+
+
+class ReferenceConfig(Section):
+    enabled: bool = Field(True, description="log kl/ref; needed where algorithm.kl_coefficient > 0")
+
+
+class RolesConfig(Section):
+    actor: ActorConfig = ActorConfig()
+    reference: ReferenceConfig = ReferenceConfig()
+
+
+class SamplingConfig(Section):
+    temperature: float = Field(1.0, gt=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = -1
+    max_new_tokens: int = Field(512, ge=1)
+
+
+class RolloutConfig(Section):
+    servers: int = Field(1, ge=1)
+    tensor_parallel: int = Field(1, ge=1, description="ranks of one server")
+    ports: list[int] | None = Field(None, description="one port per server; null: free ones are found")
+    cpus_per_server: float = Field(1.0, gt=0)
+    sampling: SamplingConfig = SamplingConfig()
+    server_args: dict[str, Any] = Field({}, description="passed through to SGLang: {mem_fraction_static: 0.8}")
+    start_timeout_s: float = Field(300.0, gt=0)
+    request_timeout_s: float = Field(600.0, gt=0)
+    max_retries: int = Field(3, ge=0, description="of one request, before the run stops")
+    max_concurrent_prompts: int = Field(512, ge=1)
+    logprob_diff_limit: float | None = Field(
+        None, gt=0, description="bound of rollout/logprob_diff_mean at the first step; null: by dtype, 1e-4 or 0.05"
+    )
+
+
+class SyncConfig(Section):
+    bucket_mb: int = Field(512, ge=1, description="size of a broadcast bucket, in MiB")
+    timeout_s: float = Field(300.0, gt=0)
+
+
+class TrainerConfig(Section):
+    steps: int = Field(100, ge=1)
+    evaluate_every: int = Field(0, ge=0, description="in steps; 0: only before and after training, if data.validation is set")
+    evaluate_prompts: int = Field(256, ge=1, description="at most so many held-out prompts")
+    save_every: int = Field(0, ge=0, description="in steps; 0: only at the end")
+    num_logged_samples: int = Field(4, ge=0, description="per step, into samples.jsonl")
+
+
+class ClusterConfig(Section):
+    ray_address: str | None = Field(None, description="of a running cluster; null: a local one for this run")
+    placement_timeout_s: float = Field(120.0, gt=0)
+    start_timeout_s: float = Field(300.0, gt=0, description="for all ranks of the actor to be ready")
+    call_timeout_s: float = Field(1800.0, gt=0, description="for one call on all ranks")
+
+
+class DebugConfig(Section):
+    shuffle_rewards: bool = Field(False, description="permute the rewards of a step: a control that must not learn")
+
+
+class Config(Section):
+    name: str = Field(description="of the run; the file's name without suffix if not given")
+    run_directory: str = "runs"
+    seed: int = Field(1, ge=0)
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    toy: ToyConfig | None = None
+    model: ModelConfig
+    data: DataConfig
+    warm_start: WarmStartConfig = WarmStartConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    roles: RolesConfig = RolesConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    sync: SyncConfig = SyncConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    debug: DebugConfig = DebugConfig()
+
+    @property
+    def run_path(self) -> Path:
+        return Path(self.run_directory) / self.name
