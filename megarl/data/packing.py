@@ -1,0 +1,74 @@
+"""Samples -> packed micro-batches under a token budget: pack first, distribute second, nothing dropped or repeated."""
+
+import torch
+
+from megarl.sample import Batch, Sample
+
+
+def plan_microbatches(lengths: list[int], max_tokens: int, num_ranks: int) -> list[list[list[int]]]:
+    """For each data-parallel rank its micro-batches, each a list of sample indices; every rank gets equally many.
+
+    First-fit decreasing under `max_tokens`; a sample longer than that is a micro-batch of its own. Micro-batches are
+    then dealt to the ranks, the largest first and always to the rank with the fewest tokens. Where there are fewer
+    samples than ranks some micro-batches are empty: their rank still takes part in every collective.
+    """
+    bins: list[list[int]] = []
+    totals: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        place = next((b for b, total in enumerate(totals) if total + lengths[index] <= max_tokens), None)
+        if place is None:
+            bins.append([index])
+            totals.append(lengths[index])
+        else:
+            bins[place].append(index)
+            totals[place] += lengths[index]
+    while not bins or len(bins) % num_ranks:
+        largest = max(range(len(bins)), key=lambda b: len(bins[b]), default=None)
+        if largest is None or len(bins[largest]) < 2:
+            bins.append([])
+        else:
+            bins.append(bins[largest][1::2])
+            bins[largest] = bins[largest][0::2]
+    tokens = [sum(lengths[i] for i in b) for b in bins]
+    ranks: list[list[list[int]]] = [[] for _ in range(num_ranks)]
+    loads = [0] * num_ranks
+    for b in sorted(range(len(bins)), key=lambda b: -tokens[b]):
+        rank = min((r for r in range(num_ranks) if len(ranks[r]) < len(bins) // num_ranks), key=lambda r: loads[r])
+        ranks[rank].append(bins[b])
+        loads[rank] += tokens[b]
+    return ranks
+
+
+def count_denominators(samples: list[Sample]) -> tuple[int, int]:
+    """(trained tokens, sequences with at least one trained token) of a whole optimizer step."""
+    counts = [int(sample.loss_mask.sum()) for sample in samples]
+    return sum(counts), sum(count > 0 for count in counts)
+
+
+def pack(samples: list[Sample], num_loss_tokens: int, num_sequences: int, device: torch.device) -> Batch:
+    """One micro-batch on `device`; without samples, one token that is not trained."""
+    lengths = [len(sample.token_ids) for sample in samples] or [1]
+    boundaries = torch.tensor([0, *lengths]).cumsum(0)
+
+    def joined(name: str) -> torch.Tensor | None:
+        values = [getattr(sample, name) for sample in samples]
+        missing = sum(value is None for value in values)
+        assert missing in (0, len(values)), f"{missing} of {len(values)} samples of a micro-batch lack {name}"
+        return None if missing or not values else torch.cat(values).to(device)
+
+    batch = Batch(
+        token_ids=joined("token_ids") if samples else torch.zeros(1, dtype=torch.int64, device=device),
+        positions=torch.cat([torch.arange(length) for length in lengths]).to(device),
+        cu_seqlens=boundaries.to(torch.int32).to(device),
+        max_seqlen=max(lengths),
+        loss_mask=joined("loss_mask") if samples else torch.zeros(1, dtype=torch.bool, device=device),
+        sequence_ids=torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(device),
+        num_loss_tokens=num_loss_tokens,
+        num_sequences=num_sequences,
+        old_logprobs=joined("old_logprobs"),
+        ref_logprobs=joined("ref_logprobs"),
+        advantages=joined("advantages"),
+    )
+    if not samples:
+        batch.old_logprobs = batch.ref_logprobs = batch.advantages = torch.zeros(1, device=device)
+    return batch

@@ -1,0 +1,1 @@
+"""The Megatron-Core engine: one `Engine` per rank, whatever its role."""

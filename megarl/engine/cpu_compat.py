@@ -1,0 +1,205 @@
+"""Run stock megatron-core 0.19.2 on a machine without CUDA, over gloo.
+
+`install()` is called once per process, before any Megatron object is built; where CUDA is available it only mends the
+optimizer fault described at `_patch_distributed_adam`.
+
+Mechanism: `_retarget` swaps, inside the code object of ONE named function, the attribute name `cuda` for `cpu` and the
+literals "cuda", "torch.cuda.FloatTensor" and alike for their CPU forms. torch.cpu mirrors current_device(),
+synchronize(), current_stream(), Stream and Event, and Tensor.cpu() is the identity on a CPU. Line numbers and
+tracebacks stay, nothing outside the listed functions changes, and a listed function with nothing left to swap is an
+error, so that a new Megatron version is noticed.
+"""
+
+import contextlib
+import importlib
+import importlib.metadata
+import queue
+import types
+
+import torch
+
+MEGATRON_VERSION = "0.19.2"
+
+_LITERALS = {"cuda": "cpu"} | {f"torch.cuda.{t}": f"torch.{t}" for t in ("FloatTensor", "HalfTensor", "BFloat16Tensor")}
+
+# module below megatron.core -> functions that name CUDA outright
+_CUDA_FUNCTIONS = {
+    "tensor_parallel.mappings": [
+        "_gather_along_last_dim",
+        "_gather_along_first_dim",
+        "_reduce_scatter_along_first_dim",
+        "_AllToAll.forward",
+    ],
+    "tensor_parallel.layers": ["LinearWithGradAccumulationAndAsyncCommunication.backward"],
+    "utils": ["GlobalMemoryBuffer.get_tensor", "local_multi_tensor_l2_norm"],
+    "pipeline_parallel.p2p_communication": ["P2PCommunicator._communicate", "P2PCommunicator._communicate_shapes"],
+    "pipeline_parallel.schedules": [
+        "forward_backward_no_pipelining",
+        "forward_backward_pipelining_without_interleaving",
+        "forward_backward_pipelining_with_interleaving",
+    ],
+    "models.common.embeddings.rotary_pos_embedding": ["RotaryEmbedding.get_emb"],
+    "models.common.language_module.language_module": ["LanguageModule.setup_embeddings_and_output_layer"],
+    "distributed.param_and_grad_buffer": ["_ParamAndGradBuffer.__init__", "_ParamAndGradBucketGroup.start_grad_sync"],
+    "optimizer.clip_grads": ["get_grad_norm_fp32", "count_zeros_fp32", "clip_grad_by_total_norm_fp32"],
+    "optimizer.optimizer": [
+        "FP32Optimizer.__init__",
+        "MixedPrecisionOptimizer.__init__",
+        "Float16OptimizerWithFloat16Params.__init__",
+        "MegatronOptimizer.has_grad_norm_group",
+        "ChainedOptimizer.get_loss_scale",
+    ],
+    "optimizer.distrib_optimizer": [
+        "DistributedOptimizer.__init__",
+        "DistributedOptimizer._build_model_and_main_param_groups",
+        "DistributedOptimizer.get_parameter_state_dp_zero",
+    ],
+    "dist_checkpointing.strategies.filesystem_async": ["FileSystemWriterAsync.preload_tensors"],
+    "dist_checkpointing.strategies.state_dict_saver": ["save_state_dict_async_finalize", "verify_global_md_reuse"],
+}
+
+
+def install() -> bool:
+    """Patch this process; True where CUDA is absent and the CPU patches were applied.
+
+    Raises RuntimeError where the installed megatron-core is not the version that the patches were written for.
+    """
+    found = importlib.metadata.version("megatron-core")  # megatron.core.__version__ adds the git hash of the folder it is run in
+    if found != MEGATRON_VERSION:
+        raise RuntimeError(f"megarl needs megatron-core {MEGATRON_VERSION}, found {found}")
+    _patch_distributed_adam()
+    if torch.cuda.is_available():
+        return False
+    for module, functions in _CUDA_FUNCTIONS.items():
+        for function in functions:
+            _retarget(f"megatron.core.{module}", function)
+    _patch_rng()
+    _patch_checkpoint_queue()
+    return True
+
+
+def _retarget(module: str, qualified_name: str) -> None:
+    found = importlib.import_module(module)
+    for part in qualified_name.split("."):
+        found = vars(found)[part]
+    function = found.__func__ if isinstance(found, (classmethod, staticmethod)) else found
+    function = function.fget if isinstance(function, property) else function
+    while hasattr(function, "__wrapped__"):  # below no_grad, nvtx, lru_cache
+        function = function.__wrapped__
+    if getattr(function, "_megarl_on_cpu", False):
+        return
+    code = _swap_cuda(function.__code__)
+    if code == function.__code__:
+        raise RuntimeError(f"cpu_compat: {module}.{qualified_name} names CUDA no more; has megatron-core changed?")
+    function.__code__ = code
+    function._megarl_on_cpu = True
+
+
+def _swap_cuda(value):
+    """The code object, constant or tuple of constants with `cuda` swapped for `cpu` throughout."""
+    if isinstance(value, types.CodeType):
+        return value.replace(
+            co_names=tuple("cpu" if name == "cuda" else name for name in value.co_names),
+            co_consts=tuple(_swap_cuda(constant) for constant in value.co_consts),
+        )
+    if isinstance(value, (tuple, frozenset)):
+        return type(value)(_swap_cuda(constant) for constant in value)
+    return _LITERALS.get(value, value) if isinstance(value, str) else value
+
+
+class _CPURNGStatesTracker:
+    """The contract of Megatron's CudaRNGStatesTracker on torch's CPU generator."""
+
+    def __init__(self, *_, **__):
+        self.use_cudagraphable_rng = False
+        self.is_inference_rng_tracker = False
+        self.reset()
+
+    def reset(self):
+        self.states_, self.seeds_, self._initialized = {}, set(), False
+
+    def is_initialized(self):
+        return self._initialized
+
+    def get_states(self):
+        return dict(self.states_)
+
+    def set_states(self, states):
+        self._initialized, self.states_ = True, states
+
+    def add(self, name, seed):
+        self._initialized = True
+        if seed in self.seeds_ or name in self.states_:
+            raise RuntimeError(f"random state {name} or its seed {seed} is in use already")
+        self.seeds_.add(seed)
+        self.states_[name] = torch.Generator().manual_seed(seed).get_state()
+
+    @contextlib.contextmanager
+    def fork(self, name="model-parallel-rng"):
+        saved = torch.get_rng_state()
+        torch.set_rng_state(self.states_[name])
+        try:
+            yield
+        finally:
+            self.states_[name] = torch.get_rng_state()
+            torch.set_rng_state(saved)
+
+
+def _patch_rng() -> None:
+    import megatron.core.tensor_parallel.random as random
+
+    random.CudaRNGStatesTracker = _CPURNGStatesTracker
+    random._get_cuda_rng_state = lambda device="cpu", clone=False, graph_safe=False: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+
+
+def _patch_checkpoint_queue() -> None:
+    """A save's first call starts a manager process that imports the main module again (25 to 60 s on two cores),
+    although a synchronous save writes from threads of this process: a plain queue serves them."""
+    import megatron.core.dist_checkpointing.strategies.filesystem_async as filesystem_async
+
+    if filesystem_async._results_queue is None:
+        filesystem_async._results_queue = queue.Queue()
+
+
+def _patch_distributed_adam() -> None:
+    """On every device: torch's AdamW (no transformer-engine, no apex) under DistributedOptimizer cannot resume in 0.19.2.
+
+    A fresh optimizer has no `step` to load into, the load copies in place into views of leaf tensors, and afterwards all
+    parameters share ONE `step` tensor, which then advances once per parameter.
+    """
+    from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE, DistributedOptimizer
+
+    if HAVE_APEX_OR_TE or getattr(DistributedOptimizer, "_megarl_patched", False):
+        return
+    stock_sharded_state_dict = DistributedOptimizer.sharded_state_dict
+    stock_load_state_dict = DistributedOptimizer.load_state_dict
+
+    def sharded_state_dict(self, model_sharded_state_dict, is_loading=False, *args, **kwargs):
+        if is_loading:
+            for parameter in (p for group in self.optimizer.param_groups for p in group["params"]):
+                state = self.optimizer.state[parameter]
+                if not state:
+                    zeros = torch.zeros_like(parameter.detach())
+                    state.update(step=torch.tensor(0.0), exp_avg=zeros, exp_avg_sq=zeros.clone())
+        return stock_sharded_state_dict(self, model_sharded_state_dict, is_loading, *args, **kwargs)
+
+    def load_state_dict(self, state_dict):
+        stock_load_state_dict(self, state_dict)
+        for state in self.optimizer.state.values():
+            if isinstance(state.get("step"), torch.Tensor):
+                state["step"] = state["step"].clone()
+
+    @torch.no_grad()
+    def set_main_param_and_optimizer_states(self, model_param, tensors):
+        group, position = self.model_param_group_index_map[model_param]
+        parameter = self.optimizer.param_groups[group]["params"][position]
+        state = self.optimizer.state[parameter]
+        for name, target in {"param": parameter, **{key: state[key] for key in self.optimizer_state_keys}}.items():
+            if isinstance(tensors[name], torch.Tensor):
+                target.copy_(tensors[name])
+
+    DistributedOptimizer.sharded_state_dict = sharded_state_dict
+    DistributedOptimizer.load_state_dict = load_state_dict
+    DistributedOptimizer._set_main_param_and_optimizer_states = set_main_param_and_optimizer_states
+    DistributedOptimizer._megarl_patched = True

@@ -1,0 +1,70 @@
+"""The HF config.json as the few numbers and switches that building and converting a model need."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from megarl.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What of an HF config decides the shapes; `hf` keeps the whole file."""
+
+    family: str
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    tied: bool
+    rms_norm_eps: float
+    rope_theta: float
+    rope_factor: float | None  # of Llama 3's scaling; None: no scaling
+    max_positions: int
+    hf: dict
+
+    @classmethod
+    def read(cls, model_path: str | Path) -> "ModelShape":
+        """Raises ConfigError where config.json is missing, or names a family or a variant that is not supported."""
+        file = Path(model_path) / "config.json"
+        if not file.is_file():
+            raise ConfigError(f"model.path: {file} does not exist")
+        return cls.from_hf(json.loads(file.read_text()), where=str(file))
+
+    @classmethod
+    def from_hf(cls, hf: dict, where: str = "config.json") -> "ModelShape":
+        from megarl.engine.hf import FAMILIES
+
+        family = hf.get("model_type")
+        if family not in FAMILIES:
+            raise ConfigError(f"{where}: model_type {family!r} is not supported; supported: {', '.join(sorted(FAMILIES))}")
+        rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+        return cls(
+            family=family,
+            num_layers=hf["num_hidden_layers"],
+            hidden_size=hf["hidden_size"],
+            ffn_hidden_size=hf["intermediate_size"],
+            num_heads=hf["num_attention_heads"],
+            num_kv_heads=hf.get("num_key_value_heads") or hf["num_attention_heads"],
+            head_dim=hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"],
+            vocab_size=hf["vocab_size"],
+            tied=hf.get("tie_word_embeddings", False),
+            rms_norm_eps=hf["rms_norm_eps"],
+            rope_theta=float(rope.get("rope_theta") or hf.get("rope_theta") or 10000.0),
+            rope_factor=_rope_factor(rope, where),
+            max_positions=hf["max_position_embeddings"],
+            hf=hf,
+        )
+
+
+def _rope_factor(rope: dict, where: str) -> float | None:
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind == "default":
+        return None
+    fixed = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    if kind == "llama3" and all(rope.get(key) == value for key, value in fixed.items()):
+        return float(rope["factor"])
+    raise ConfigError(f"{where}: rope scaling {rope} is not supported; supported: none, or llama3 with {fixed}")

@@ -1,0 +1,60 @@
+"""Run a function on a few gloo ranks that share this process's imports: what every distributed test is built on."""
+
+import multiprocessing
+import socket
+import time
+import traceback
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["megarl.engine.engine", "megarl.engine.checkpoint"])
+
+
+def run_ranks(function, world_size: int, *args, tensor_parallel: int = 1, pipeline_parallel: int = 1, timeout_s: float = 120):
+    """[function(rank, *args) for each rank], each in its own process with Megatron's groups set up.
+
+    An error on one rank fails the test with that rank's traceback; the others are killed.
+    """
+    port = free_port()
+    pipes, processes = [], []
+    for rank in range(world_size):
+        receiver, sender = CONTEXT.Pipe(duplex=False)
+        layout = (rank, world_size, "127.0.0.1", port, tensor_parallel, pipeline_parallel)
+        process = CONTEXT.Process(target=_rank_main, args=(sender, function, layout, args), daemon=True)
+        process.start()
+        sender.close()
+        pipes.append(receiver)
+        processes.append(process)
+    deadline = time.monotonic() + timeout_s
+    results = {}
+    try:
+        while len(results) < world_size:
+            ready = multiprocessing.connection.wait([p for r, p in enumerate(pipes) if r not in results], timeout=1)
+            for pipe in ready:
+                rank = pipes.index(pipe)
+                ok, value = pipe.recv()
+                assert ok, f"rank {rank} of {world_size} failed:\n{value}"
+                results[rank] = value
+            assert time.monotonic() < deadline, f"ranks {set(range(world_size)) - results.keys()} silent for {timeout_s} s"
+    finally:
+        for process in processes:
+            process.join(timeout=10 if len(results) == world_size else 0)
+            process.kill()
+            process.join()
+    return [results[rank] for rank in range(world_size)]
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def _rank_main(sender, function, layout, args):
+    from megarl.engine import parallel
+
+    try:
+        parallel.initialize(*layout, seed=1)
+        sender.send((True, function(layout[0], *args)))
+        parallel.shutdown()
+    except BaseException:
+        sender.send((False, traceback.format_exc()))
