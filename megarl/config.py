@@ -3,11 +3,21 @@
 from pathlib import Path
 from typing import Any, Literal
 
+import yaml
 from pydantic import BaseModel, ConfigDict, Field
+
+from megarl import config_file
+from megarl.config_checks import check, resolve_device, violations
+from megarl.config_errors import covers, validate
+from megarl.errors import ConfigError
+
+__all__ = ["Config", "check", "describe", "load", "resolve_device"]
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, validate_default=True, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, validate_default=True, protected_namespaces=(), allow_inf_nan=False
+    )
 
 
 class ToyConfig(Section):
@@ -56,10 +66,18 @@ class AlgorithmConfig(Section):
     kl_coefficient: float = Field(0.0, ge=0, description="weight of KL(policy || reference) in the loss")
     reward: str = Field("gsm8k", description="a name in megarl.rewards.REWARDS")
 
+    @property
+    def samples_per_step(self) -> int:
+        return self.prompts_per_step * self.group_size
+
+    @property
+    def samples_per_update(self) -> int:
+        return self.mini_batch_size or self.samples_per_step
+
 
 class OptimizerConfig(Section):
     learning_rate: float = Field(1e-6, gt=0)
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[float, float] = Field((0.9, 0.95), strict=False, description="a YAML list")
     epsilon: float = Field(1e-8, gt=0)
     weight_decay: float = Field(0.0, ge=0)
     clip_grad: float = Field(1.0, gt=0, description="bound of the global gradient norm")
@@ -122,7 +140,7 @@ class SyncConfig(Section):
 
 class TrainerConfig(Section):
     steps: int = Field(100, ge=1)
-    evaluate_every: int = Field(0, ge=0, description="in steps; 0: only before and after training, if data.validation is set")
+    evaluate_every: int = Field(0, ge=0, description="in steps; 0: only before and after, if data.validation is set")
     evaluate_prompts: int = Field(256, ge=1, description="at most so many held-out prompts")
     save_every: int = Field(0, ge=0, description="in steps; 0: only at the end")
     num_logged_samples: int = Field(4, ge=0, description="per step, into samples.jsonl")
@@ -159,3 +177,52 @@ class Config(Section):
     @property
     def run_path(self) -> Path:
         return Path(self.run_directory) / self.name
+
+
+def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Config:
+    """The config of a YAML file with `key.path=value` overrides applied.
+
+    Raises ConfigError listing all violations found, each with its file:line or override: of the file's form, of the
+    schema, and across keys (`check`; those that rest on a key which is itself in error are left out).
+    """
+    document = config_file.read(path, overrides)
+    if "name" not in document.tree:
+        document.tree["name"] = Path(path).stem
+    config = validate(Config, document)
+    for violation in violations(config):
+        if not any(covers(document.doubtful, key) for key in violation.keys):
+            document.problems.append(document.line(violation.text, *violation.keys))
+    if document.problems:
+        count = len(document.problems)
+        header = [f"{count} problems in the configuration:"] if count > 1 else []
+        raise ConfigError("\n".join(header + document.problems))
+    return config
+
+
+def describe(config: Config) -> str:
+    """The resolved config as YAML that `load` reads back, followed by the numbers that result from it as comments."""
+    algorithm, actor, rollout = config.algorithm, config.roles.actor, config.rollout
+    device = resolve_device(config)
+    sequence = config.data.max_prompt_tokens + rollout.sampling.max_new_tokens
+    updates = algorithm.samples_per_step // algorithm.samples_per_update
+    server_ranks = rollout.servers * rollout.tensor_parallel
+    actor_cpus = actor.world_size * (actor.cpus_per_rank or (0.5 if device == "cpu" else 1.0))
+    server_cpus = rollout.servers * rollout.cpus_per_server
+    gpus = int(device == "cuda")  # per rank
+    split = f"world {actor.world_size} / tensor {actor.tensor_parallel} / pipeline {actor.pipeline_parallel}"
+    layout = f"{actor.nodes} x {actor.gpus_per_node} ranks"
+    servers = f"{rollout.servers} x {rollout.tensor_parallel} ranks"
+    derived = f"""
+device              {device}
+data parallel size  {actor.data_parallel} ({split})
+samples per step    {algorithm.samples_per_step} ({algorithm.prompts_per_step} prompts x {algorithm.group_size})
+updates per step    {updates} (of {algorithm.samples_per_update} samples)
+tokens per step     at most {algorithm.samples_per_step * sequence:,} ({sequence:,} per sample)
+
+role      layout            GPUs   CPUs
+actor     {layout:16} {actor.world_size * gpus:5} {actor_cpus:6g}
+rollout   {servers:16} {server_ranks * gpus:5} {server_cpus:6g}
+needed    {"":16} {(actor.world_size + server_ranks) * gpus:5} {actor_cpus + server_cpus:6g}
+"""
+    text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
+    return text + "\n".join(f"# {line}".rstrip() for line in derived.strip().splitlines()) + "\n"

@@ -90,8 +90,7 @@ class Engine:
             group["lr"] = learning_rate
             group["weight_decay"] = self.optimizer_settings.weight_decay * group.get("wd_mult", 1.0)
         self.optimizer.step()
-        sums = {key: float(sum(result[key] for result in results)) for key in results[0]} if parallel.reports_results() else {}
-        return {"grad_norm": grad_norm, **sums}
+        return {"grad_norm": grad_norm, **(_sums(results) if parallel.reports_results() else {})}
 
     def logprobs(
         self, samples: list[Sample], temperature: float, reference: bool = False
@@ -161,6 +160,10 @@ class Engine:
     def _copy_weights(self, weights: list[torch.Tensor]) -> None:
         for parameter, weight in zip(self.model.parameters(), weights):
             parameter.copy_(weight)
+
+
+def _sums(results: list[dict]) -> dict[str, float]:
+    return {key: float(sum(result.get(key, 0.0) for result in results)) for key in {k for r in results for k in r}}
 
 
 def _finalize_summed_gradients(model, num_tokens, **kwargs):

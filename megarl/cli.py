@@ -1,0 +1,58 @@
+"""The command line: parse, call, exit code. 0: done, 1: the run failed, 2: the input is wrong, 130: interrupted."""
+
+import argparse
+import os
+import sys
+
+import megarl
+from megarl.config import describe, load, resolve_device
+from megarl.errors import ConfigError, RunError
+
+
+def main(arguments: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    options = parse(arguments)
+    try:
+        return train(options, ["megarl", *arguments])
+    except ConfigError as error:
+        return fail(error, 2)
+    except RunError as error:
+        return fail(error, 1)
+    except KeyboardInterrupt:
+        return fail("interrupted", 130)
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """Exits with 2 and the usage where the arguments make no sense."""
+    parser = argparse.ArgumentParser(prog="megarl", description=megarl.__doc__, allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"megarl {megarl.__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    train_parser = commands.add_parser("train", help="train a model by reinforcement learning", allow_abbrev=False)
+    train_parser.add_argument("config", help="YAML file, see configs/")
+    train_parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="override a key of the file")
+    train_parser.add_argument("--dry-run", action="store_true", help="check and print the config and what it needs")
+    options, rest = parser.parse_known_args(arguments)
+    # argparse ends a list of positionals at the first option: overrides after --dry-run are in the rest.
+    unknown = [argument for argument in rest if argument.startswith("-")]
+    if unknown:
+        train_parser.error(f"unknown option: {' '.join(unknown)}")
+    options.overrides += rest
+    return options
+
+
+def train(options: argparse.Namespace, command: list[str]) -> int:
+    config = load(options.config, options.overrides)
+    if options.dry_run:
+        print(describe(config), end="")
+        return 0
+    if resolve_device(config) == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch is loaded, here and in every child
+    from megarl import trainer
+
+    trainer.train(config, command=command)
+    return 0
+
+
+def fail(message: object, code: int) -> int:
+    print(f"megarl: error: {message}", file=sys.stderr)
+    return code

@@ -1,0 +1,151 @@
+"""Everything that a run starts, and its end: the Ray cluster, placement groups, ranks and servers."""
+
+import contextlib
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from megarl.cluster import placement
+from megarl.cluster.actor import ActorGroup
+from megarl.cluster.workers import EngineWorker, ServerWorker
+from megarl.config import Config
+from megarl.errors import ConfigError, RunError
+
+OBJECT_STORE_BYTES = 2**30  # samples pass through it, weights never do
+STOP_TIMEOUT_S = 15.0
+
+
+class Cluster:
+    """A context: enter it to have Ray and the roles' room, leave it and nothing is left, whatever happened inside."""
+
+    def __init__(self, config: Config, device: str, log_directory: Path):
+        self.config = config
+        self.device = device
+        self.log_directory = log_directory.resolve()
+        self._on_exit = contextlib.ExitStack()
+        self._servers: list = []
+
+    def __enter__(self) -> "Cluster":
+        with contextlib.ExitStack() as stack:
+            self._start_ray(stack)
+            requests = placement.group_requests(self.config, self.device)
+            self._groups = placement.place(requests, self.config.cluster.placement_timeout_s)
+            stack.callback(placement.remove, self._groups)
+            self._on_exit = stack.pop_all()
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self._on_exit.close()
+
+    def start_servers(self) -> None:
+        """Start all rollout servers and return at once; `wait_servers` waits for them."""
+        rollout, model = self.config.rollout, self.config.model
+        for index, group in enumerate(self._groups[self.config.roles.actor.nodes :]):
+            options = self._in_bundle(group, 0, rollout.cpus_per_server, rollout.tensor_parallel, {})
+            # The second thread is for `stop`, which must not queue behind `wait_ready`.
+            server = ray.remote(ServerWorker).options(**options, max_concurrency=2).remote(
+                log_path=str(self.log_directory / f"server-{index}.log"),
+                model_path=str(Path(model.path).resolve()),
+                dtype=model.dtype,
+                device=self.device,
+                tensor_parallel=rollout.tensor_parallel,
+                port=rollout.ports[index] if rollout.ports else None,
+                server_args=rollout.server_args,
+                start_timeout_s=rollout.start_timeout_s,
+            )
+            self._servers.append(server)
+            self._on_exit.callback(_stop_server, server)
+        self._starting = [server.start.remote() for server in self._servers]
+
+    def wait_servers(self) -> list[str]:
+        """The servers' URLs, once all of them generate. Raises RunError with the log's end of one that does not."""
+        limit = self.config.rollout.start_timeout_s + STOP_TIMEOUT_S
+        _get(self._starting, "starting the rollout servers", limit)
+        return _get([server.wait_ready.remote() for server in self._servers], "waiting for the rollout servers", limit)
+
+    def server_deaths(self) -> list[str]:
+        """For each server that is dead, how it died."""
+        reports = _get([s.death_report.remote() for s in self._servers], "asking the rollout servers", STOP_TIMEOUT_S)
+        return [report for report in reports if report]
+
+    def start_actor(self) -> ActorGroup:
+        """All ranks of the actor with the model loaded."""
+        actor = self.config.roles.actor
+        cpus = placement.group_requests(self.config, self.device)[0].cpus
+        handles = []
+        for rank in range(actor.world_size):
+            node, bundle = divmod(rank, actor.gpus_per_node)
+            options = self._in_bundle(self._groups[node], bundle, cpus, 1, _rank_environment(self.device, actor.nodes))
+            handle = ray.remote(EngineWorker).options(**options).remote(rank, str(self.log_directory / f"actor-{rank}.log"))
+            handles.append(handle)
+            self._on_exit.callback(ray.kill, handle)
+        group = ActorGroup(handles, self.config.cluster.call_timeout_s)
+        model = self.config.model.model_copy(update={"path": str(Path(self.config.model.path).resolve())})
+        group.start(model, actor, self.config.seed, self.config.cluster.start_timeout_s)
+        return group
+
+    def _start_ray(self, stack: contextlib.ExitStack) -> None:
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        address = self.config.cluster.ray_address
+        local = {}
+        if address is None:
+            # Unix sockets live below it and their paths must stay under 107 characters.
+            folder = tempfile.mkdtemp(prefix="megarl-", dir="/tmp")
+            stack.callback(shutil.rmtree, folder, ignore_errors=True)
+            local = {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES, "_temp_dir": folder}
+            if self.device == "cpu":
+                local["num_gpus"] = 0
+        try:
+            ray.init(address=address or "local", log_to_driver=False, logging_level="ERROR", **local)
+        except ConnectionError as error:
+            raise RunError(f"cluster.ray_address: no Ray cluster answers at {address}: {error}") from error
+        stack.callback(ray.shutdown)
+
+    def _in_bundle(self, group, bundle: int, cpus: float, gpus: int, environment: dict[str, str]) -> dict:
+        """Ray options that pin an actor to a bundle; an actor outside its group could wait for ever, in silence."""
+        hidden = {"CUDA_VISIBLE_DEVICES": ""} if self.device == "cpu" else {}
+        return {
+            "num_cpus": cpus,
+            "num_gpus": gpus if self.device == "cuda" else 0,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle),
+            "runtime_env": {"env_vars": hidden | environment},
+        }
+
+
+def _rank_environment(device: str, num_nodes: int) -> dict[str, str]:
+    if device == "cuda":
+        # SGLang sets CUMEM=0 in its servers, and both ends of a broadcast must agree. Multicast stays off.
+        return {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    loopback = {"GLOO_SOCKET_IFNAME": "lo"} if num_nodes == 1 else {}  # where the host's own name does not resolve
+    return {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", **loopback}
+
+
+def _get(refs: list, what: str, timeout_s: float) -> list:
+    """Results of server calls; the first failure ends the wait."""
+    waiting = list(refs)
+    try:
+        while waiting:
+            done, waiting = ray.wait(waiting, timeout=timeout_s)
+            if not done:
+                raise RunError(f"{what}: servers {[refs.index(ref) for ref in waiting]} did not answer within {timeout_s:g} s")
+            ray.get(done)
+        return ray.get(refs)
+    except RayTaskError as error:
+        if isinstance(error.cause, (RunError, ConfigError)):
+            raise type(error.cause)(str(error.cause)) from None
+        raise RunError(f"{what}: {error}") from error
+    except RayActorError as error:
+        raise RunError(f"{what}: a server's supervisor died: {error}") from error
+
+
+def _stop_server(server) -> None:
+    try:
+        ray.get(server.stop.remote(), timeout=STOP_TIMEOUT_S)
+    except (RayActorError, RayTaskError, GetTimeoutError):
+        pass  # killed below, and the server with it
+    ray.kill(server)

@@ -1,0 +1,94 @@
+"""What runs inside Ray's actors: one EngineWorker per rank of a Megatron role, one ServerWorker per SGLang server.
+
+Megatron and torch are imported in the methods: importing this module in the trainer must stay cheap.
+"""
+
+import faulthandler
+import os
+import socket
+import sys
+from pathlib import Path
+
+
+class EngineWorker:
+    """One rank: holds the Engine, and calls its methods by name for `ActorGroup`."""
+
+    def __init__(self, rank: int, log_path: str):
+        self.rank = rank
+        redirect_output(log_path)
+
+    def address(self) -> tuple[str, int]:
+        """(address, free port) of this rank's node, for a store that this rank hosts."""
+        import ray
+
+        with socket.socket() as s:
+            s.bind(("", 0))
+            return ray.util.get_node_ip_address(), s.getsockname()[1]
+
+    def start(self, world_size: int, master_address: str, master_port: int, model, actor, seed: int, timeout_s: float) -> dict:
+        """Join the role's ranks and load the model. Returns this rank's place: what `ActorGroup` must know of it."""
+        from megarl.engine import parallel
+        from megarl.engine.engine import Engine
+
+        layout = (actor.tensor_parallel, actor.pipeline_parallel)
+        parallel.initialize(self.rank, world_size, master_address, master_port, *layout, seed, timeout_s)
+        self.engine = Engine(model.path, model.dtype, actor.max_tokens_per_gpu)
+        return {
+            "stage": parallel.pipeline_parallel_rank(),
+            "first_replica": parallel.data_parallel_rank() == 0,
+            "sends_weights": parallel.sends_weights(),
+            "backend": parallel.backend(),
+        }
+
+    def call(self, method: str, *args, **kwargs):
+        return getattr(self.engine, method)(*args, **kwargs)
+
+    def plan_buckets(self, bucket_bytes: int) -> list:
+        from megarl.engine.weights import WeightSender
+
+        self.sender = WeightSender(self.engine, bucket_bytes)
+        return self.sender.plan()
+
+    def join_weights_group(self, *args) -> None:
+        self.sender.join(*args)
+
+    def send_weights(self) -> None:
+        self.sender.send()
+
+    def save(self, folder: str) -> None:
+        from megarl.engine import checkpoint
+
+        checkpoint.save(self.engine, folder)
+
+
+class ServerWorker:
+    """Supervises one SGLang server on the node where its bundle is. The server dies with this process."""
+
+    def __init__(self, log_path: str, **server_arguments):
+        from megarl.rollout.server import Server
+
+        self.server = Server(log_path=log_path, **server_arguments)
+
+    def start(self) -> None:
+        self.server.start()
+
+    def wait_ready(self) -> str:
+        self.server.wait_ready()
+        return self.server.url
+
+    def death_report(self) -> str | None:
+        return self.server.death_report()
+
+    def stop(self) -> None:
+        self.server.stop()
+
+
+def redirect_output(log_path: str) -> None:
+    """Send all that this process and its libraries print to a file of its own, crashes' stacks included."""
+    Path(log_path).parent.mkdir(parents=True, exist_ok=True)
+    log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    faulthandler.enable()

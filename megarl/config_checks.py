@@ -1,0 +1,292 @@
+"""What no single key of a config can show: keys against each other, the model folder, the data files, the machine.
+
+A check yields `Violation`s; a new check is a function and one line in CHECKS. None loads torch, ray or transformers.
+"""
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import gcd, isqrt
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from megarl.engine.hf import FAMILIES
+from megarl.engine.hf.shape import ModelShape
+from megarl.errors import ConfigError
+from megarl.machine import sees_gpu, why_port_unusable
+
+if TYPE_CHECKING:
+    from megarl.config import Config
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+
+
+@dataclass(frozen=True)
+class Violation:
+    text: str
+    keys: tuple[str, ...]  # all keys that it rests on; the first one is to blame
+
+
+def violations(config: "Config") -> list[Violation]:
+    return [violation for find in CHECKS for violation in find(config)]
+
+
+def check(config: "Config") -> list[str]:
+    """All violations across keys, as `key: what is wrong, with the numbers and the valid choices`."""
+    return [f"{violation.keys[0]}: {violation.text}" for violation in violations(config)]
+
+
+def check_name(config: "Config") -> Iterator[Violation]:
+    if not re.fullmatch(r"\w[\w.-]*", config.name):
+        yield Violation(f"given {config.name!r}, but it names a folder: letters, digits, '_', '-' and '.'", ("name",))
+
+
+def check_device(config: "Config") -> Iterator[Violation]:
+    if config.device == "cuda" and config.cluster.ray_address is None and not sees_gpu():
+        hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+        why = "no GPU is seen here" if hidden is None else f"no GPU is seen with CUDA_VISIBLE_DEVICES={hidden!r}"
+        yield Violation(f"given cuda, but {why}; device: cpu runs on gloo", ("device", "cluster.ray_address"))
+
+
+def check_actor_layout(config: "Config") -> Iterator[Violation]:
+    actor = config.roles.actor
+    tensor, pipeline = actor.tensor_parallel, actor.pipeline_parallel
+    names = ("gpus_per_node", "nodes", "tensor_parallel", "pipeline_parallel")
+    keys = tuple(f"roles.actor.{name}" for name in names)
+    if actor.world_size % (tensor * pipeline):
+        step = tensor * pipeline // gcd(actor.nodes, tensor * pipeline)
+        yield Violation(
+            f"nodes * gpus_per_node = {actor.nodes} * {actor.gpus_per_node} = {actor.world_size} is not divisible by "
+            f"tensor_parallel * pipeline_parallel = {tensor} * {pipeline} = {tensor * pipeline}; "
+            f"nearest valid gpus_per_node: {nearest_multiples(actor.gpus_per_node, step)}",
+            keys,
+        )
+    if tensor > actor.gpus_per_node or (actor.nodes > 1 and actor.gpus_per_node % tensor):
+        yield Violation(
+            f"given {tensor}, but the {actor.gpus_per_node} gpus_per_node must hold whole tensor-parallel groups; "
+            f"valid: {listed(divisors(actor.gpus_per_node))}",
+            ("roles.actor.tensor_parallel", "roles.actor.gpus_per_node", "roles.actor.nodes"),
+        )
+
+
+def check_model(config: "Config") -> Iterator[Violation]:
+    try:
+        shape = model_shape(config)
+    except ValueError as error:  # among them the ConfigErrors of ModelShape
+        yield Violation(str(error), ("model.path", "toy.folder"))
+        return
+    yield from check_heads(config, shape)
+    yield from check_context(config, shape)
+    folder = Path(config.model.path)
+    if is_toy_model(config):
+        return
+    if not any(folder.glob("*.safetensors")):
+        yield Violation(f"no *.safetensors in {folder}", ("model.path", "toy.folder"))
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        yield Violation(f"no tokenizer in {folder}: {' or '.join(TOKENIZER_FILES)}", ("model.path", "toy.folder"))
+
+
+def check_heads(config: "Config", shape: ModelShape) -> Iterator[Violation]:
+    heads, groups, width = shape.num_heads, shape.num_kv_heads, shape.ffn_hidden_size
+    numbers = f"the model has {heads} attention heads, {groups} key/value heads and intermediate size {width}"
+    actor = config.roles.actor
+    valid = divisors(gcd(heads, groups, width))
+    if actor.tensor_parallel not in valid:
+        yield Violation(
+            f"given {actor.tensor_parallel}, but {numbers}, and it must divide all three (more ranks than key/value "
+            f"heads is not supported for the actor); valid: {listed(valid)}",
+            ("roles.actor.tensor_parallel", "model.path"),
+        )
+    valid = divisors(shape.num_layers)
+    if actor.pipeline_parallel not in valid:
+        yield Violation(
+            f"given {actor.pipeline_parallel}, but it must divide the model's {shape.num_layers} layers; "
+            f"valid: {listed(valid)}",
+            ("roles.actor.pipeline_parallel", "model.path"),
+        )
+    # SGLang copies key/value heads where it has more ranks than those.
+    valid = [ranks for ranks in divisors(gcd(heads, width)) if groups % ranks == 0 or ranks % groups == 0]
+    if config.rollout.tensor_parallel not in valid:
+        yield Violation(
+            f"given {config.rollout.tensor_parallel}, but {numbers}, and it must divide the first and the last, and "
+            f"divide or be a multiple of the second; valid: {listed(valid)}",
+            ("rollout.tensor_parallel", "model.path"),
+        )
+
+
+def check_context(config: "Config", shape: ModelShape) -> Iterator[Violation]:
+    prompt, response = config.data.max_prompt_tokens, config.rollout.sampling.max_new_tokens
+    if prompt + response > shape.max_positions:
+        yield Violation(
+            f"data.max_prompt_tokens + rollout.sampling.max_new_tokens = {prompt} + {response} = {prompt + response} "
+            f"is more than the model's max_position_embeddings = {shape.max_positions}",
+            ("rollout.sampling.max_new_tokens", "data.max_prompt_tokens", "model.path"),
+        )
+
+
+def check_data(config: "Config") -> Iterator[Violation]:
+    files = {
+        "data.train": config.data.train,
+        "data.validation": config.data.validation,
+        "warm_start.data": config.warm_start.data,
+    }
+    for key, file in files.items():
+        if file is not None and not is_toy_file(config, file) and not Path(file).is_file():
+            yield Violation(f"no such file: {file}", (key, "toy.folder"))
+
+
+def check_batch(config: "Config") -> Iterator[Violation]:
+    algorithm, actor = config.algorithm, config.roles.actor
+    prompts, group, mini = algorithm.prompts_per_step, algorithm.group_size, algorithm.mini_batch_size
+    samples = prompts * group
+    batch_keys = ("algorithm.mini_batch_size", "algorithm.prompts_per_step", "algorithm.group_size")
+    actor_keys = tuple(
+        f"roles.actor.{name}" for name in ("nodes", "gpus_per_node", "tensor_parallel", "pipeline_parallel")
+    )
+    if group < 2:
+        text = f"{algorithm.name} needs group_size >= 2, given {group}"
+        yield Violation(text, ("algorithm.group_size", "algorithm.name"))
+    if mini is not None and samples % mini:
+        near = nearest_multiples(prompts, mini // gcd(mini, group))
+        yield Violation(
+            f"given {mini}, but algorithm.prompts_per_step * algorithm.group_size = {prompts} * {group} = {samples} is "
+            f"not a multiple of it; nearest valid mini_batch_size: {nearest_two(mini, divisors(samples))}; "
+            f"nearest valid prompts_per_step: {near}",
+            batch_keys,
+        )
+    if algorithm.samples_per_update < actor.data_parallel:
+        yield Violation(
+            f"an update has {algorithm.samples_per_update} samples (prompts_per_step {prompts}, group_size {group}, "
+            f"mini_batch_size {'null' if mini is None else mini}), fewer than the {actor.data_parallel} data-parallel "
+            f"ranks (roles.actor: world size {actor.world_size} / tensor_parallel {actor.tensor_parallel} / "
+            f"pipeline_parallel {actor.pipeline_parallel}); at least {actor.data_parallel} are needed",
+            batch_keys + actor_keys,
+        )
+
+
+def check_optimizer(config: "Config") -> Iterator[Violation]:
+    betas = config.roles.actor.optimizer.betas
+    if not all(0 <= beta < 1 for beta in betas):
+        yield Violation(f"given {list(betas)}, allowed: two numbers >= 0 and < 1", ("roles.actor.optimizer.betas",))
+
+
+def check_sampling(config: "Config") -> Iterator[Violation]:
+    sampling = config.rollout.sampling
+    reason = "the server's log-probs are those before the cut"
+    if sampling.top_p < 1:
+        yield Violation(f"given {sampling.top_p}, allowed for training: 1.0; {reason}", ("rollout.sampling.top_p",))
+    if sampling.top_k != -1:
+        yield Violation(f"given {sampling.top_k}, allowed for training: -1 (all); {reason}", ("rollout.sampling.top_k",))
+
+
+def check_reference(config: "Config") -> Iterator[Violation]:
+    coefficient = config.algorithm.kl_coefficient
+    if coefficient > 0 and not config.roles.reference.enabled:
+        yield Violation(
+            f"given {coefficient}, but the KL term needs roles.reference.enabled: true",
+            ("algorithm.kl_coefficient", "roles.reference.enabled"),
+        )
+
+
+def check_reward(config: "Config") -> Iterator[Violation]:
+    from megarl.rewards import REWARDS
+
+    if config.algorithm.reward not in REWARDS:
+        valid = listed(sorted(REWARDS))
+        yield Violation(f"given {config.algorithm.reward!r}, valid: {valid}", ("algorithm.reward",))
+
+
+def check_ports(config: "Config") -> Iterator[Violation]:
+    ports, servers = config.rollout.ports, config.rollout.servers
+    if ports is None:
+        return
+    if len(ports) != servers:
+        text = f"{len(ports)} ports for {servers} rollout.servers; one each is needed"
+        yield Violation(text, ("rollout.ports", "rollout.servers"))
+    for port in sorted({port for port in ports if ports.count(port) > 1}):
+        yield Violation(f"port {port} is given {ports.count(port)} times", ("rollout.ports",))
+    for port in dict.fromkeys(ports):
+        if reason := why_port_unusable(port):
+            yield Violation(f"port {port} {reason}", ("rollout.ports",))
+
+
+CHECKS = (
+    check_name,
+    check_device,
+    check_model,
+    check_data,
+    check_batch,
+    check_actor_layout,
+    check_optimizer,
+    check_sampling,
+    check_reference,
+    check_reward,
+    check_ports,
+)
+
+
+def resolve_device(config: "Config") -> Literal["cpu", "cuda"]:
+    """`auto` is cuda where this process sees a GPU."""
+    if config.device != "auto":
+        return config.device
+    return "cuda" if sees_gpu() else "cpu"
+
+
+def model_shape(config: "Config") -> ModelShape:
+    """Of the model folder, or of the toy model that the run will write there.
+
+    Raises ValueError where config.json is missing, broken or of an unsupported model.
+    """
+    if is_toy_model(config):
+        from megarl.data.toy import MODEL_CONFIG
+
+        return ModelShape.from_hf(MODEL_CONFIG, where="the toy model")
+    file = Path(config.model.path) / "config.json"
+    if not file.parent.is_dir():
+        raise ConfigError(f"no such folder: {file.parent}")
+    if not file.is_file():
+        raise ConfigError(f"no config.json in {file.parent}")
+    try:
+        hf = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(hf, dict):
+            raise ConfigError(f"{file}: a JSON object is expected")
+        shape = ModelShape.from_hf(hf, where=str(file))
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{file}:{error.lineno}: not valid JSON: {error.msg}") from error
+    except KeyError as error:
+        raise ConfigError(f"{file}: no key {error}") from error
+    FAMILIES[shape.family].transformer_arguments(hf)  # refuses the family's unsupported variants
+    return shape
+
+
+def is_toy_model(config: "Config") -> bool:
+    return config.toy is not None and Path(config.model.path) == Path(config.toy.folder) / "model"
+
+
+def is_toy_file(config: "Config", file: str) -> bool:
+    """Whether the run writes it with the toy before it reads it."""
+    from megarl.data.toy import FILES
+
+    return config.toy is not None and Path(file) in [Path(config.toy.folder) / name for name in FILES]
+
+
+def divisors(number: int) -> list[int]:
+    small = [candidate for candidate in range(1, isqrt(number) + 1) if number % candidate == 0]
+    return sorted({*small, *(number // candidate for candidate in small)})
+
+
+def nearest_two(value: int, valid: list[int]) -> str:
+    """Of sorted numbers, the last one up to the value and the first one above it, where there are such."""
+    below, above = [number for number in valid if number <= value], [number for number in valid if number > value]
+    return listed(below[-1:] + above[:1])
+
+
+def nearest_multiples(value: int, step: int) -> str:
+    below = value // step * step
+    return listed([below, below + step] if below else [step])
+
+
+def listed(items) -> str:
+    return ", ".join(str(item) for item in items)

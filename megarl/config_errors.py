@@ -1,0 +1,179 @@
+"""Violations of the config schema as lines for the user: where, which key, what was given, what is allowed."""
+
+import copy
+import difflib
+from collections.abc import Iterable, Iterator
+from types import NoneType
+from typing import Literal, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from megarl.config_file import Document
+
+TYPE_NAMES = {str: "a string", bool: "true or false", int: "a whole number", float: "a number"}
+GIVEN_NAMES = TYPE_NAMES | {bool: "a boolean", list: "a list", dict: "a mapping"}
+BOUNDS = (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<"))
+
+
+def validate(schema: type[BaseModel], document: Document) -> BaseModel:
+    """The config that the document describes; its violations go to `document.problems`.
+
+    Where there are violations the result is a stand-in for looking at the other keys: a violating key has its default
+    (or "" if it is required) and is listed in `document.doubtful`.
+    """
+    tree = copy.deepcopy(document.tree)
+    reported = set()
+    while True:
+        try:
+            return schema.model_validate(tree)
+        except ValidationError as error:
+            details = error.errors(include_url=False)
+        for detail in details:
+            key, field = find_field(schema, detail["loc"])
+            missing = is_missing(detail, key)
+            if missing and section_of(field.annotation):
+                set_value(tree, key, {})  # the next pass finds the keys that the section requires
+                continue
+            if not covers(reported, key):
+                reported.add(key)
+                document.problems.append(explain(schema, document, key, field, detail))
+            if missing:
+                set_value(tree, key, "")
+            else:
+                section, name = parent(tree, key)
+                section.pop(name, None)
+        document.doubtful |= reported
+
+
+def explain(schema: type[BaseModel], document: Document, key: str, field: FieldInfo | None, detail: dict) -> str:
+    """One line for one of pydantic's violations."""
+    if field is None:
+        near = nearest_keys(schema, key)
+        document.doubtful.update(near)  # what was meant is not what is there
+        return unknown_key(schema, document, key, near)
+    if is_missing(detail, key):
+        return document.line("missing, a required key", key)
+    value = value_at(document.tree, key)
+    given = document.origins[key].given if key in document.origins else repr(value)
+    given = "null" if value is None else f"{given} ({GIVEN_NAMES.get(type(value), type(value).__name__)})"
+    return document.line(f"given {given}, allowed: {allowed(field)}", key)
+
+
+def is_missing(detail: dict, key: str) -> bool:
+    return detail["type"] == "missing" and key == ".".join(map(str, detail["loc"]))  # else: an item of a list is
+
+
+def unknown_key(schema: type[BaseModel], document: Document, key: str, near: list[str]) -> str:
+    origin = document.origins[key]
+    section = key.rpartition(".")[0]
+    in_file = not origin.where.startswith("override ")
+    given = f" (given {origin.given})" if in_file else ""
+    if near:
+        if in_file:  # the section is in the line already
+            near = [name.rpartition(".")[2] if name.rpartition(".")[0] == section else name for name in near]
+        return document.line(f"unknown key{given}; did you mean {' or '.join(near)}?", key)
+    names = [name.rpartition(".")[2] for name in known_keys(schema) if name.rpartition(".")[0] == section]
+    of_section = f" of {section}" if section else ""
+    return document.line(f"unknown key{given}; valid keys{of_section}: {', '.join(names)}", key)
+
+
+def nearest_keys(schema: type[BaseModel], key: str) -> list[str]:
+    """Known keys that `key` may stand for: of its own section, else anywhere below it, else anywhere in the tree."""
+    section, dot, name = key.rpartition(".")
+    known = list(known_keys(schema))
+    below = [other for other in known if other.startswith(section + dot)]
+    own = [other for other in below if other.rpartition(".")[0] == section]
+    for candidates in (own, below, known):
+        names = nearest(name, [other.rpartition(".")[2] for other in candidates])
+        if names:
+            return [other for other in candidates if other.rpartition(".")[2] in names]
+    return []
+
+
+def nearest(word: str, names: Iterable[str]) -> list[str]:
+    """The names that `word` is, abbreviates (`kl`, `lr`, `tp`) or misspells; empty if none is near."""
+    names = list(dict.fromkeys(names))
+    if word in names:
+        return [word]
+    whole = [name for name in names if name.startswith(word) and len(word) > 1]
+    initials = [name for name in names if "".join(part[:1] for part in name.split("_")) == word]
+    return whole or initials or difflib.get_close_matches(word, names, n=1)
+
+
+def known_keys(schema: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Dotted paths of all sections and keys."""
+    for name, field in schema.model_fields.items():
+        yield prefix + name
+        if section := section_of(field.annotation):
+            yield from known_keys(section, f"{prefix}{name}.")
+
+
+def find_field(schema: type[BaseModel], location: tuple) -> tuple[str, FieldInfo | None]:
+    """Pydantic's location -> the dotted key of the schema it is in, and its field; None for an unknown key."""
+    names, field = [], None
+    for name in location:
+        if schema is None:  # inside a value: an item of a list
+            break
+        names.append(str(name))
+        field = schema.model_fields.get(name)
+        schema = section_of(field.annotation) if field else None
+    return ".".join(names), field
+
+
+def section_of(annotation) -> type[BaseModel] | None:
+    """The section that a field holds, optional or not; None for a plain value."""
+    for candidate in (annotation, *get_args(annotation)):
+        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
+            return candidate
+    return None
+
+
+def allowed(field: FieldInfo) -> str:
+    """What a field takes, in words: `a number > 0, or null`."""
+    bounds = [
+        f"{sign} {bound}"
+        for constraint in field.metadata
+        for name, sign in BOUNDS
+        if (bound := getattr(constraint, name, None)) is not None
+    ]
+    options = [option for option in get_args(field.annotation) if option is not NoneType]
+    optional = NoneType in get_args(field.annotation)
+    words = type_in_words(options[0] if optional else field.annotation)
+    return " ".join([words, " and ".join(bounds)]).strip() + (", or null" if optional else "")
+
+
+def type_in_words(annotation) -> str:
+    arguments = get_args(annotation)
+    if get_origin(annotation) is Literal:
+        return "one of " + ", ".join(str(choice) for choice in arguments)
+    if get_origin(annotation) is tuple:
+        return f"a list of {len(arguments)} {TYPE_NAMES[arguments[0]].removeprefix('a ')}s"
+    if get_origin(annotation) is list:
+        return f"a list of {TYPE_NAMES[arguments[0]].removeprefix('a ')}s"
+    if get_origin(annotation) is dict:
+        return "a mapping"
+    return "a section of keys" if section_of(annotation) else TYPE_NAMES[annotation]
+
+
+def covers(keys: Iterable[str], key: str) -> bool:
+    """Whether one of `keys` is `key` or a section around it."""
+    return any(key == other or key.startswith(other + ".") for other in keys)
+
+
+def parent(tree: dict, key: str) -> tuple[dict, str]:
+    """The mapping that holds the dotted key, and the key's own name."""
+    *sections, name = key.split(".")
+    for section in sections:
+        tree = tree[section]
+    return tree, name
+
+
+def value_at(tree: dict, key: str):
+    section, name = parent(tree, key)
+    return section[name]
+
+
+def set_value(tree: dict, key: str, value) -> None:
+    section, name = parent(tree, key)
+    section[name] = value

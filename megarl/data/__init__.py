@@ -1,0 +1,1 @@
+"""Data: JSONL rows to prompts, the chat template, and the toy task."""

@@ -1,0 +1,58 @@
+"""The actor's end of weight sync: a pipeline stage's weights as HF tensors, in buckets, broadcast to the servers."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from megarl.engine import parallel
+from megarl.engine.engine import Engine
+from megarl.rollout.weights_group import describe, flatten, init_weights_group
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """What a server must know of a bucket before it arrives, as SGLang words it."""
+
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+
+
+class WeightSender:
+    """Sends one pipeline stage; every rank of the stage's first replica has one, and TP rank 0 is the one that sends."""
+
+    def __init__(self, engine: Engine, bucket_bytes: int):
+        self.engine = engine
+        self.bucket_bytes = bucket_bytes
+        self.group: dist.ProcessGroup | None = None
+
+    def plan(self) -> list[Bucket]:
+        """The stage's buckets, in the order in which `send` broadcasts them; [] on ranks that do not send."""
+        buckets = [Bucket(*describe(bucket)) for bucket in self._buckets()]
+        return buckets if parallel.sends_weights() else []
+
+    def join(self, master_address: str, master_port: int, world_size: int, group_name: str, timeout_s: float) -> None:
+        """Make the broadcast group, as its rank 0; returns when all server ranks are in it. Nothing on other ranks."""
+        if parallel.sends_weights():
+            backend = parallel.backend()
+            self.group = init_weights_group(backend, master_address, master_port, 0, world_size, group_name, timeout_s)
+
+    def send(self) -> None:
+        """Broadcast all buckets of the stage: a collective of its TP ranks, and of the servers for each bucket."""
+        for bucket in self._buckets():
+            if parallel.sends_weights():
+                dist.broadcast(flatten(bucket), src=0, group=self.group)
+        if parallel.device().type == "cuda":
+            torch.cuda.synchronize()
+
+    def _buckets(self):
+        """Lists of (HF name, tensor) of at most `bucket_bytes`; a larger tensor is a bucket of its own."""
+        bucket, size = [], 0
+        for name, tensor in self.engine.hf_tensors():
+            if bucket and size + tensor.nbytes > self.bucket_bytes:
+                yield bucket
+                bucket, size = [], 0
+            bucket.append((name, tensor))
+            size += tensor.nbytes
+        yield bucket

@@ -1,0 +1,34 @@
+"""What this machine offers, asked without loading torch: GPUs and ports."""
+
+import errno
+import os
+import socket
+
+import pynvml
+
+
+def sees_gpu() -> bool:
+    """Whether torch would find a GPU, asked of the driver: no CUDA context is made."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return False
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:  # no driver, or none that works
+        return False
+    try:
+        return pynvml.nvmlDeviceGetCount() > 0
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def why_port_unusable(port: int) -> str | None:
+    """Why a server could not listen on the port of this machine right now; None: it could."""
+    if not 1 <= port <= 65535:
+        return "is outside 1..65535"
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: a port in TIME_WAIT is free
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            return "is in use" if error.errno == errno.EADDRINUSE else f"cannot be used: {error.strerror}"
+    return None

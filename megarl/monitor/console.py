@@ -1,0 +1,40 @@
+"""The console: a line per step, and a progress bar below the lines where the output is a terminal."""
+
+from rich.console import Console as RichConsole
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+
+class Console:
+    def __init__(self):
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+        self._progress = Progress(*columns, console=RichConsole(soft_wrap=True, highlight=False))
+        self._task = None
+
+    def __enter__(self) -> "Console":
+        self._progress.start()
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self._progress.stop()
+
+    def line(self, text: str) -> None:
+        self._progress.console.print(text, markup=False)
+
+    def begin(self, what: str, total: int) -> None:
+        """Start counting to `total`; replaces the bar before it."""
+        if self._task is not None:
+            self._progress.remove_task(self._task)
+        self._task = self._progress.add_task(what, total=total)
+
+    def advance(self) -> None:
+        self._progress.advance(self._task)
+
+    def step(self, metrics: dict, total: int) -> None:
+        text = f"step {metrics['step']:>{len(str(total))}}/{total}  reward {metrics['reward/mean']:.3f}"
+        if "kl/ref" in metrics:
+            text += f"  kl {metrics['kl/ref']:.4f}"
+        text += f"  entropy {metrics['entropy']:.3f}  grad {metrics.get('grad_norm', 0):.3f}"
+        text += f"  length {metrics['response/length_mean']:.1f}  diff {metrics['rollout/logprob_diff_mean']:.1e}"
+        text += f"  {metrics['time/step_s']:.2f} s  {metrics['perf/tokens_per_s']:.0f} tokens/s"
+        self.line(text)
+        self.advance()

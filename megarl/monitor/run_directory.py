@@ -1,0 +1,93 @@
+"""runs/NAME/: config.yaml, env.json, metrics.jsonl, samples.jsonl, logs/ and checkpoints/."""
+
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import time
+from pathlib import Path
+
+import yaml
+
+from megarl.config import Config
+from megarl.errors import ConfigError
+from megarl.sample import Sample
+
+PACKAGES = ("megarl", "torch", "megatron-core", "sglang", "ray", "transformers", "transformer-engine", "numpy")
+
+
+class RunDirectory:
+    """Owns the files of one run; each line is on disk when its call returns."""
+
+    def __init__(self, config: Config, command: list[str], device: str):
+        """Raises ConfigError where the directory was used by another run: nothing is ever overwritten."""
+        self.path = config.run_path
+        if (self.path / "config.yaml").exists():
+            raise ConfigError(f"name: {self.path} holds an earlier run; give this one another name (name=...) or remove it")
+        for folder in ("logs", "checkpoints"):
+            (self.path / folder).mkdir(parents=True, exist_ok=True)
+        (self.path / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+        (self.path / "env.json").write_text(json.dumps(environment(command, config.seed, device), indent=2) + "\n")
+        self._metrics = open(self.path / "metrics.jsonl", "a", buffering=1)
+        self._samples = open(self.path / "samples.jsonl", "a", buffering=1)
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    def checkpoint(self, step: int) -> Path:
+        return self.path / "checkpoints" / f"step_{step:06d}"
+
+    def log_metrics(self, metrics: dict) -> None:
+        self._metrics.write(json.dumps(metrics) + "\n")
+
+    def log_samples(self, step: int, samples: list[Sample]) -> None:
+        for sample in samples:
+            row = {
+                "step": step,
+                "prompt": sample.prompt.messages[-1]["content"],
+                "response": sample.response_text,
+                "answer": sample.prompt.answer,
+                "reward": sample.reward,
+                "status": sample.status.value,
+                "policy_version": sample.policy_version,
+                "source": sample.prompt.metadata.get("source"),
+            }
+            self._samples.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+    def close(self) -> None:
+        self._metrics.close()
+        self._samples.close()
+
+
+def environment(command: list[str], seed: int, device: str) -> dict:
+    """What someone needs to know to run this again."""
+    return {
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "command": command,
+        "seed": seed,
+        "device": device,
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in PACKAGES},
+        "git": _git("rev-parse", "HEAD"),
+        "git_changes": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "platform": platform.platform(),
+        "cpus": len(os.sched_getaffinity(0)),
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _git(*arguments: str) -> str | None:
+    """Of the source tree; None where megarl is not run from one."""
+    try:
+        command = ["git", "-C", str(Path(__file__).parent), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None

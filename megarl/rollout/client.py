@@ -1,0 +1,288 @@
+"""The trainer's side of the SGLang servers: token ids in, token ids and log-probs out; weights and pauses.
+
+Calls are synchronous for the trainer. A background thread runs one event loop that does all HTTP, so a call can also
+be started and awaited later: the weight updates are, because the trainer broadcasts while the servers receive.
+
+Log-probs: SGLang returns log p of logits / temperature for sampled tokens, before top-p and top-k; but log p of the
+plain logits, at temperature 1 whatever is asked, for given ones (`logprobs`).
+"""
+
+import asyncio
+import concurrent.futures
+import json
+import threading
+from collections.abc import Coroutine
+from typing import Any
+
+import aiohttp
+
+from megarl.config import SamplingConfig
+from megarl.errors import RunError
+from megarl.rollout.responses import abort_message, input_logprobs, read_response
+from megarl.sample import Prompt, Sample
+
+FIRST_BACKOFF_S = 0.5  # doubles with each attempt
+CLOSE_S = 10.0
+MAX_BODY = 500  # characters of a server's answer in an error
+
+
+class ServerFault(Exception):
+    """A failure that another attempt may cure: no connection, no answer in time, HTTP 5xx, an aborted request."""
+
+
+class RolloutClient:
+    """Speaks to all servers of a run. Prompt i goes to server i modulo their number; a failed request to the next one.
+
+    `request_timeout_s` bounds one attempt, `max_retries` the further attempts of one request. `stop_token_ids` end a
+    response, besides the model's own. `context_length` bounds prompt + response (the model's, in tokens).
+    """
+
+    def __init__(
+        self,
+        urls: list[str],
+        sampling: SamplingConfig,
+        request_timeout_s: float,
+        max_retries: int,
+        max_concurrent_prompts: int,
+        stop_token_ids: list[int],
+        context_length: int,
+    ):
+        assert urls, "a rollout client needs at least one server"
+        self.urls = urls
+        self.sampling = sampling
+        self.request_timeout_s = request_timeout_s
+        self.max_retries = max_retries
+        self.stop_token_ids = stop_token_ids
+        self.context_length = context_length
+        self._slots = asyncio.Semaphore(max_concurrent_prompts)
+        self._gate = asyncio.Event()
+        self._gate.set()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="rollout-client", daemon=True)
+        self._thread.start()
+        self._session = self.start(_open_session()).result()
+
+    # Generation
+
+    def generate(
+        self, prompts: list[Prompt], group_size: int, tokenizer, temperature: float | None = None
+    ) -> list[Sample]:
+        """`group_size` samples for each prompt, in the prompts' order: sample i * group_size + j is the j-th of prompt i.
+
+        `temperature` overrides the configured one; 0 is greedy and gives no `rollout_logprobs`. `group_id` is the
+        prompt's place in this call, `index` the sample's. A response may have at most
+        min(max_new_tokens, context_length - prompt length) tokens. Raises RunError when a request fails for good.
+        """
+        if temperature is None:
+            temperature = self.sampling.temperature
+        limits = [self._response_limit(prompt) for prompt in prompts]
+        requests = [
+            self._request(i, self._generate_body(prompt.token_ids, group_size, temperature, limit))
+            for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
+        ]
+        answers_P = self.start(_all(requests)).result()
+        samples = []
+        for group_id, (prompt, limit, (url, answer)) in enumerate(zip(prompts, limits, answers_P, strict=True)):
+            responses_G = answer if isinstance(answer, list) else [answer]
+            if len(responses_G) != group_size:
+                raise RunError(f"{url}: {len(responses_G)} responses for group_size={group_size}")
+            for response in responses_G:
+                fields = read_response(url, prompt, response, limit, with_logprobs=temperature > 0)
+                fields["response_text"] = tokenizer.decode(fields["response_ids"], skip_special_tokens=True)
+                samples.append(Sample.from_response(prompt, group_id=group_id, index=len(samples), **fields))
+        return samples
+
+    def logprobs(self, token_ids: list[list[int]], server_index: int | None = None) -> list[list[float]]:
+        """log p(token t | tokens before t) of given sequences: L values each, the first 0, at temperature 1.
+
+        `server_index` names one server; None spreads the sequences over all.
+        """
+        params = {"max_new_tokens": 0, "temperature": 1.0}
+        bodies = [
+            {"input_ids": ids, "sampling_params": params, "return_logprob": True, "logprob_start_len": 0}
+            for ids in token_ids
+        ]
+        requests = [self._request(i, body, server_index) for i, body in enumerate(bodies)]
+        answers = self.start(_all(requests)).result()
+        return [input_logprobs(url, ids, answer) for ids, (url, answer) in zip(token_ids, answers, strict=True)]
+
+    def close_gate(self) -> None:
+        """Hold back new requests, e.g. around a weight update; those that run are left alone."""
+        self._loop.call_soon_threadsafe(self._gate.clear)
+
+    def open_gate(self) -> None:
+        self._loop.call_soon_threadsafe(self._gate.set)
+
+    # Control: every call raises RunError naming the server that failed or was late
+
+    def pause(self, timeout_s: float | None = None) -> None:
+        """Abort running requests and hold new ones, on every server."""
+        self._control_all("/pause_generation", {"mode": "abort"}, timeout_s).result()
+
+    def resume(self, timeout_s: float | None = None) -> None:
+        self._control_all("/continue_generation", {}, timeout_s).result()
+
+    def flush_cache(self, timeout_s: float | None = None) -> None:
+        """Forget all cached prefixes. A server that has running requests refuses, which is an error."""
+        self._control_all("/flush_cache", {}, timeout_s).result()
+
+    def weight_versions(self, timeout_s: float | None = None) -> list[str]:
+        """Of every server, as it says itself; "-1" if none was ever pushed."""
+        calls = [self._call(url, "/model_info", None, timeout_s or self.request_timeout_s) for url in self.urls]
+        return [str(answer["weight_version"]) for answer in self.start(_all(calls)).result()]
+
+    def init_weights_group(
+        self,
+        server_index: int,
+        master_address: str,
+        master_port: int,
+        rank_offset: int,
+        world_size: int,
+        group_name: str,
+        backend: str,
+        timeout_s: float | None = None,
+    ) -> concurrent.futures.Future:
+        """Have one server join a broadcast group with its ranks from `rank_offset` on; done when all have joined."""
+        body = {
+            "master_address": master_address,
+            "master_port": master_port,
+            "rank_offset": rank_offset,
+            "world_size": world_size,
+            "group_name": group_name,
+            "backend": backend,
+        }
+        url = self.urls[server_index]
+        return self.start(self._control(url, "/init_weights_update_group", body, timeout_s))
+
+    def update_weights(
+        self,
+        names: list[str],
+        dtypes: list[str],
+        shapes: list[list[int]],
+        group_name: str,
+        flush_cache: bool,
+        weight_version: str | None,
+        timeout_s: float | None = None,
+    ) -> concurrent.futures.Future:
+        """Have every server receive one flattened bucket (weights_group.flatten) by broadcast from rank 0.
+
+        Only the last bucket of a version flushes the cache and carries the version.
+        """
+        body = {
+            "names": names,
+            "dtypes": dtypes,
+            "shapes": shapes,
+            "group_name": group_name,
+            "flush_cache": flush_cache,
+            "weight_version": weight_version,
+            "load_format": "flattened_bucket",
+        }
+        return self._control_all("/update_weights_from_distributed", body, timeout_s)
+
+    def destroy_weights_group(self, group_name: str, timeout_s: float | None = None) -> None:
+        self._control_all("/destroy_weights_update_group", {"group_name": group_name}, timeout_s).result()
+
+    def start(self, coroutine: Coroutine[Any, Any, Any]) -> concurrent.futures.Future:
+        """Run a coroutine on the client's own loop and return at once; `.result()` waits for it."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def close(self) -> None:
+        if self._loop.is_closed():
+            return
+        self.start(self._session.close()).result(CLOSE_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(CLOSE_S)
+        self._loop.close()
+
+    # Inside
+
+    def _response_limit(self, prompt: Prompt) -> int:
+        room = self.context_length - len(prompt.token_ids)
+        if room < 1:
+            raise RunError(
+                f"{prompt.metadata.get('source', 'a prompt')}: {len(prompt.token_ids)} tokens leave no room for a "
+                f"response in a context of {self.context_length}: lower data.max_prompt_tokens"
+            )
+        return min(self.sampling.max_new_tokens, room)
+
+    def _generate_body(self, token_ids: list[int], group_size: int, temperature: float, limit: int) -> dict:
+        params = {
+            "n": group_size,
+            "temperature": temperature,
+            "top_p": self.sampling.top_p,
+            "top_k": self.sampling.top_k,
+            "max_new_tokens": limit,
+            "stop_token_ids": self.stop_token_ids,
+        }
+        return {"input_ids": token_ids, "sampling_params": params, "return_logprob": temperature > 0}
+
+    async def _request(self, i: int, body: dict, server_index: int | None = None) -> tuple[str, Any]:
+        """(url, answer) of one /generate call, tried again on the next server after a fault."""
+        faults = []
+        async with self._slots:
+            for attempt in range(self.max_retries + 1):
+                if attempt > 0:
+                    await asyncio.sleep(FIRST_BACKOFF_S * 2 ** (attempt - 1))
+                url = self.urls[(i + attempt) % len(self.urls) if server_index is None else server_index]
+                await self._wait_for_gate()
+                try:
+                    answer = await self._call(url, "/generate", body, self.request_timeout_s)
+                    if message := abort_message(answer):
+                        raise ServerFault(message)
+                    return url, answer
+                except ServerFault as fault:
+                    faults.append(f"{url}: {fault}")
+        raise RunError(
+            f"rollout: request {i} failed {len(faults)} times (rollout.max_retries={self.max_retries}): "
+            f"{'; '.join(faults)}"
+        )
+
+    async def _wait_for_gate(self) -> None:
+        try:
+            await asyncio.wait_for(self._gate.wait(), self.request_timeout_s)
+        except TimeoutError:
+            raise RunError(f"rollout: the gate stayed closed for {self.request_timeout_s:g} s") from None
+
+    def _control_all(self, path: str, body: dict, timeout_s: float | None) -> concurrent.futures.Future:
+        return self.start(_all([self._control(url, path, body, timeout_s) for url in self.urls]))
+
+    async def _control(self, url: str, path: str, body: dict, timeout_s: float | None) -> None:
+        try:
+            answer = await self._call(url, path, body, timeout_s or self.request_timeout_s)
+        except ServerFault as fault:
+            raise RunError(f"{url}{path}: {fault}") from fault
+        if isinstance(answer, dict) and answer.get("success") is False:
+            raise RunError(f"{url}{path}: {answer.get('message')}")
+
+    async def _call(self, url: str, path: str, body: dict | None, timeout_s: float) -> Any:
+        """The answer's JSON, or its text where it is none. Raises ServerFault, or RunError for HTTP 4xx."""
+        try:
+            async with self._session.request(
+                "GET" if body is None else "POST", url + path, json=body, timeout=aiohttp.ClientTimeout(total=timeout_s)
+            ) as response:
+                text = await response.text()
+        except TimeoutError:
+            raise ServerFault(f"no answer to {path} within {timeout_s:g} s") from None
+        except aiohttp.ClientError as error:
+            raise ServerFault(f"{type(error).__name__}: {error}") from error
+        if response.status >= 500:
+            raise ServerFault(f"HTTP {response.status}: {text[:MAX_BODY]}")
+        if response.status >= 400:
+            raise RunError(f"{url}{path}: HTTP {response.status}: {text[:MAX_BODY]}")
+        return json.loads(text) if response.content_type == "application/json" else text
+
+
+async def _open_session() -> aiohttp.ClientSession:
+    # No limit on connections: max_concurrent_prompts is the limit. One connection per request: a kept one may be
+    # closed by the server (after 5 s) at the moment it is used again.
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True))
+
+
+async def _all(coroutines: list[Coroutine[Any, Any, Any]]) -> list[Any]:
+    """Their results, in order; the first failure cancels the rest."""
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()

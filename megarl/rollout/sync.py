@@ -1,0 +1,83 @@
+"""Actor weights -> rollout servers: one broadcast group per pipeline stage, one coordinator that orders everything."""
+
+import time
+
+from megarl.cluster.actor import ActorGroup
+from megarl.config import SyncConfig
+from megarl.errors import RunError
+from megarl.rollout.client import RolloutClient
+
+
+class WeightSync:
+    """The coordinator, in the trainer's process.
+
+    In each group rank 0 is the stage's sending rank and the servers' ranks follow in server order. Groups are joined and
+    buckets sent one after another: two stages in opposite orders on two servers would wait for each other for ever.
+    """
+
+    def __init__(self, actor: ActorGroup, client: RolloutClient, server_tensor_parallel: int, settings: SyncConfig):
+        self.actor = actor
+        self.client = client
+        self.timeout_s = settings.timeout_s
+        world_size = 1 + len(client.urls) * server_tensor_parallel
+        self.plans = actor.plan_buckets(settings.bucket_mb * 2**20)
+        for stage in range(len(self.plans)):
+            address, port = actor.sender_address(stage)
+            joining = actor.start_join(stage, address, port, world_size, self._group(stage), self.timeout_s)
+            servers = [
+                client.init_weights_group(
+                    server_index=index,
+                    master_address=address,
+                    master_port=port,
+                    rank_offset=1 + index * server_tensor_parallel,
+                    world_size=world_size,
+                    group_name=self._group(stage),
+                    backend=actor.backend,
+                    timeout_s=self.timeout_s,
+                )
+                for index in range(len(client.urls))
+            ]
+            for server in servers:
+                server.result()
+            actor.wait(joining, f"joining the weight group of stage {stage}", self.timeout_s)
+
+    def push(self, version: int) -> float:
+        """Give every server the actor's present weights as `version`; seconds taken.
+
+        New requests wait meanwhile and cached prefixes are forgotten. Raises RunError, naming the stage and bucket or the
+        server, where any part fails or is late: the servers then hold a mixture and the run must end.
+        """
+        start = time.perf_counter()
+        self.client.close_gate()
+        self.client.pause(self.timeout_s)
+        for stage, buckets in enumerate(self.plans):
+            sending = self.actor.start_send(stage)
+            for i, bucket in enumerate(buckets):
+                last = stage == len(self.plans) - 1 and i == len(buckets) - 1
+                try:
+                    self.client.update_weights(
+                        bucket.names,
+                        bucket.dtypes,
+                        bucket.shapes,
+                        self._group(stage),
+                        flush_cache=last,
+                        weight_version=str(version) if last else None,
+                        timeout_s=self.timeout_s,
+                    ).result()
+                except RunError as error:
+                    where = f"weight sync to version {version}, stage {stage}, bucket {i + 1} of {len(buckets)}"
+                    raise RunError(f"{where}: {error}") from error
+            self.actor.wait(sending, f"sending stage {stage} of version {version}", self.timeout_s)
+        self.client.resume(self.timeout_s)
+        self._check_versions(version)
+        self.client.open_gate()
+        return time.perf_counter() - start
+
+    def _check_versions(self, version: int) -> None:
+        for url, found in zip(self.client.urls, self.client.weight_versions(self.timeout_s)):
+            if found != str(version):
+                raise RunError(f"{url} says it has weights of version {found} after the sync to version {version}")
+
+    @staticmethod
+    def _group(stage: int) -> str:
+        return f"megarl-weights-{stage}"

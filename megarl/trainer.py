@@ -1,0 +1,239 @@
+"""THE loop: generate -> reward -> score -> advantage -> update -> sync -> save."""
+
+import logging
+import random
+import time
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+
+from megarl.algorithms import ADVANTAGES
+from megarl.algorithms.losses import policy_loss
+from megarl.cluster.actor import ActorGroup
+from megarl.cluster.cluster import Cluster
+from megarl.config import Config, resolve_device
+from megarl.data import toy
+from megarl.data.chat import load_tokenizer
+from megarl.data.dataset import PromptStream, check_enough, load_prompts, load_warm_start
+from megarl.engine.hf.shape import ModelShape
+from megarl.errors import RunError
+from megarl.monitor.console import Console
+from megarl.monitor.metrics import logprob_metrics, sample_metrics
+from megarl.monitor.run_directory import RunDirectory
+from megarl.rewards import score
+from megarl.rollout.client import RolloutClient
+from megarl.rollout.sync import WeightSync
+from megarl.sample import Prompt, Sample
+from megarl.warm_start import warm_start
+
+log = logging.getLogger(__name__)
+
+# Mean difference of log-probs between trainer and server that two right implementations of one model stay below.
+LOGPROB_DIFF_LIMIT = {"float32": 1e-4, "bfloat16": 0.05}
+
+
+def train(config: Config, command: list[str]) -> Path:
+    """Run the whole training and return the run directory.
+
+    Raises ConfigError before anything is started where data or model are wrong, RunError where the run cannot go on.
+    """
+    device = resolve_device(config)
+    if config.toy:
+        toy.make(config.toy.folder, config.toy.seed)
+    inputs = Inputs(config)
+    with ExitStack() as stack:
+        console = stack.enter_context(Console())
+        run = RunDirectory(config, command, device)
+        stack.callback(run.close)
+        console.line(f"megarl: run directory {run.path}, device {device}")
+        cluster = stack.enter_context(Cluster(config, device, run.logs))
+        cluster.start_servers()
+        console.line(f"starting {config.roles.actor.world_size} actor ranks and {config.rollout.servers} rollout servers")
+        actor = cluster.start_actor()
+        if inputs.warm_start:
+            warm_start(actor, inputs.warm_start, config, run, console)
+        if config.roles.reference.enabled:
+            actor.capture_reference()
+        actor.use_optimizer(config.roles.actor.optimizer)
+        client = rollout_client(config, cluster.wait_servers(), inputs)
+        stack.callback(client.close)
+        Trainer(config, inputs, run, console, cluster, actor, client).run_all()
+        console.line(f"megarl: done; metrics, samples and checkpoints are in {run.path}")
+    return run.path
+
+
+class Inputs:
+    """Tokenizer and data, read and checked before anything is started."""
+
+    def __init__(self, config: Config):
+        shape = ModelShape.read(config.model.path)
+        self.context_length = shape.max_positions
+        self.tokenizer = load_tokenizer(config.model.path)
+        self.prompts = load_prompts(config.data.train, config.data, self.tokenizer, self.context_length)
+        check_enough(self.prompts, config.algorithm.prompts_per_step, config.data.train)
+        self.validation: list[Prompt] = []
+        if config.data.validation:
+            prompts = load_prompts(config.data.validation, config.data, self.tokenizer, self.context_length)
+            self.validation = prompts[: config.trainer.evaluate_prompts]
+        self.warm_start: list[Sample] = []
+        if config.warm_start.data:
+            self.warm_start = load_warm_start(config.warm_start.data, config.data, self.tokenizer)
+
+
+class Trainer:
+    def __init__(
+        self, config: Config, inputs: Inputs, run: RunDirectory, console: Console, cluster: Cluster, actor: ActorGroup,
+        client: RolloutClient,
+    ):
+        self.config = config
+        self.inputs = inputs
+        self.run = run
+        self.console = console
+        self.cluster = cluster
+        self.actor = actor
+        self.client = client
+        self.prompts = PromptStream(inputs.prompts, config.seed)
+        self.sync = WeightSync(actor, client, config.rollout.tensor_parallel, config.sync)
+        self.loss = partial(
+            policy_loss,
+            clip_low=config.algorithm.clip_low,
+            clip_high=config.algorithm.clip_high,
+            loss_aggregation=config.algorithm.loss_aggregation,
+            kl_coefficient=config.algorithm.kl_coefficient,
+        )
+
+    def run_all(self) -> None:
+        steps, evaluate_every = self.config.trainer.steps, self.config.trainer.evaluate_every
+        self.sync.push(version=0)  # a server never serves what it read from disk
+        self.evaluate(step=0)
+        self.console.begin("steps", steps)
+        for step in range(1, steps + 1):
+            metrics = self.step(step)
+            self.run.log_metrics(metrics)
+            self.console.step(metrics, steps)
+            if step == steps or (evaluate_every and step % evaluate_every == 0):
+                self.evaluate(step)
+            if step == steps or (self.config.trainer.save_every and step % self.config.trainer.save_every == 0):
+                self.save(step)
+
+    def step(self, step: int) -> dict[str, float]:
+        """One iteration: samples of policy version `step - 1`, an update, and the push of version `step`."""
+        algorithm, temperature = self.config.algorithm, self.config.rollout.sampling.temperature
+        times: dict[str, float] = {}
+        start = time.perf_counter()
+        with timed(times, "generate"):
+            samples = self.generate(self.prompts.next(algorithm.prompts_per_step), version=step - 1)
+        with timed(times, "reward"):
+            score(samples, algorithm.reward)
+            if self.config.debug.shuffle_rewards:
+                shuffle_rewards(samples, self.config.seed, step)
+        with timed(times, "logprob"):
+            entropies = self.score_logprobs(samples, temperature)
+        ADVANTAGES[algorithm.name](samples, normalize_by_std=algorithm.normalize_by_std)
+        metrics = sample_metrics(samples, algorithm.group_size) | logprob_metrics(samples, entropies)
+        if step == 1:
+            self.check_agreement(metrics["rollout/logprob_diff_mean"])
+        with timed(times, "update"):
+            metrics |= self.update(samples, temperature)
+        with timed(times, "sync"):
+            self.sync.push(version=step)
+        times["step"] = time.perf_counter() - start
+        self.run.log_samples(step, samples[: self.config.trainer.num_logged_samples])
+        num_tokens = sum(len(sample.token_ids) for sample in samples)
+        return {
+            "step": step,
+            **metrics,
+            **{f"time/{name}_s": seconds for name, seconds in times.items()},
+            "perf/tokens_per_s": num_tokens / times["step"],
+        }
+
+    def generate(self, prompts: list[Prompt], version: int) -> list[Sample]:
+        try:
+            samples = self.client.generate(prompts, self.config.algorithm.group_size, self.inputs.tokenizer)
+        except RunError as error:
+            raise RunError("\n".join([str(error), *self.cluster.server_deaths()])) from error
+        stale = {sample.policy_version for sample in samples} - {(version, version)}
+        if stale:
+            raise RunError(f"samples of policy versions {sorted(stale)} where all should be of version {version}")
+        return samples
+
+    def score_logprobs(self, samples: list[Sample], temperature: float):
+        """Fill old_logprobs and, with a reference, ref_logprobs; returns each sample's entropies."""
+        scored = self.actor.logprobs(samples, temperature)
+        for sample, (logprobs, _) in zip(samples, scored):
+            sample.old_logprobs = logprobs
+        if self.config.roles.reference.enabled:
+            for sample, (logprobs, _) in zip(samples, self.actor.logprobs(samples, temperature, reference=True)):
+                sample.ref_logprobs = logprobs
+        return [entropy for _, entropy in scored]
+
+    def update(self, samples: list[Sample], temperature: float) -> dict[str, float]:
+        """All optimizer steps of an iteration. Without any advantage or KL term there is nothing to learn: the weights and
+        the optimizer's state stay as they are, weight decay and momentum included."""
+        if self.config.algorithm.kl_coefficient == 0 and all((sample.advantages == 0).all() for sample in samples):
+            log.warning("every group has equal rewards: no update in this step")
+            return {"loss/policy": 0.0, "grad_norm": 0.0}
+        size = self.config.algorithm.mini_batch_size or len(samples)
+        order = list(samples)
+        random.Random(f"{self.config.seed} {samples[0].policy_version}").shuffle(order)
+        mini_batches = [order[i : i + size] for i in range(0, len(order), size)]
+        rate = self.config.roles.actor.optimizer.learning_rate
+        results = [self.actor.train_step(mini_batch, self.loss, rate, temperature) for mini_batch in mini_batches]
+        num_tokens = sum(int(sample.loss_mask.sum()) for sample in samples)
+        return {
+            "loss/policy": sum(result["loss"] for result in results) / len(results),
+            "grad_norm": sum(result["grad_norm"] for result in results) / len(results),
+            "clip/ratio": sum(result["clipped"] for result in results) / num_tokens,
+            "kl/old": sum(result["kl_old"] for result in results) / num_tokens,
+        }
+
+    def check_agreement(self, difference: float) -> None:
+        """Before the first update trainer and server hold the same weights: their log-probs must agree."""
+        limit = self.config.rollout.logprob_diff_limit or LOGPROB_DIFF_LIMIT[self.config.model.dtype]
+        if not difference <= limit:
+            raise RunError(
+                f"rollout/logprob_diff_mean is {difference:.3g} before the first update, above its limit {limit:g} "
+                f"(rollout.logprob_diff_limit): trainer and server do not compute the same model"
+            )
+
+    def evaluate(self, step: int) -> None:
+        """Mean reward of greedy responses to the held-out prompts."""
+        if not self.inputs.validation:
+            return
+        samples = self.client.generate(self.inputs.validation, 1, self.inputs.tokenizer, temperature=0.0)
+        score(samples, self.config.algorithm.reward)
+        mean = sum(sample.reward for sample in samples) / len(samples)
+        self.run.log_metrics({"step": step, "validation/reward_mean": mean, "validation/num_prompts": len(samples)})
+        self.console.line(f"validation after step {step}: mean reward {mean:.3f} on {len(samples)} held-out prompts")
+
+    def save(self, step: int) -> None:
+        folder = self.run.checkpoint(step)
+        self.actor.save(str(folder.resolve()))
+        self.console.line(f"checkpoint {folder}")
+
+
+def rollout_client(config: Config, urls: list[str], inputs: Inputs) -> RolloutClient:
+    rollout = config.rollout
+    return RolloutClient(
+        urls,
+        rollout.sampling,
+        request_timeout_s=rollout.request_timeout_s,
+        max_retries=rollout.max_retries,
+        max_concurrent_prompts=rollout.max_concurrent_prompts,
+        stop_token_ids=[inputs.tokenizer.eos_token_id],
+        context_length=inputs.context_length,
+    )
+
+
+def shuffle_rewards(samples: list[Sample], seed: int, step: int) -> None:
+    rewards = [sample.reward for sample in samples]
+    random.Random(f"{seed} {step}").shuffle(rewards)
+    for sample, reward in zip(samples, rewards):
+        sample.reward = reward
+
+
+@contextmanager
+def timed(times: dict[str, float], name: str):
+    start = time.perf_counter()
+    yield
+    times[name] = time.perf_counter() - start
