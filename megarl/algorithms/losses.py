@@ -27,7 +27,9 @@ def policy_loss(
     gradient the clip stopped; `kl_old`, k3 of KL(old || policy); `kl_ref`, k3 of KL(policy || reference), if there
     are ref_logprobs.
     """
-    assert batch.old_logprobs is not None and batch.advantages is not None, "the batch has no old_logprobs or advantages"
+    assert batch.old_logprobs is not None, "the batch has no old_logprobs"
+    assert batch.advantages is not None, "the batch has no advantages"
+    assert kl_coefficient == 0 or batch.ref_logprobs is not None, "kl_coefficient > 0 without ref_logprobs"
     mask = batch.loss_mask
     logprobs = _masked(logprobs, mask)
     old_logprobs = _masked(batch.old_logprobs, mask)
@@ -46,7 +48,6 @@ def policy_loss(
         metrics["kl_ref"] = kl_T.detach().sum()
         if kl_coefficient > 0:
             token_losses_T = token_losses_T + kl_coefficient * kl_T
-    assert kl_coefficient == 0 or batch.ref_logprobs is not None, "kl_coefficient > 0 without ref_logprobs"
     return aggregate(token_losses_T, batch, loss_aggregation), metrics
 
 

@@ -48,10 +48,12 @@ class ActorGroup:
         self, samples: list[Sample], temperature: float, reference: bool = False
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """(log-probs, entropy) of each sample, [L] float32."""
+        shared = ray.put(samples)
+        refs = [handle.logprobs.remote(shared, temperature, reference) for handle in self.handles]
         merged = {}
-        for result in self._all("logprobs", ray.put(samples), temperature, reference):
+        for result in self.wait(refs, "scoring log-probs", self.call_timeout_s):
             merged |= result
-        return [merged[i] for i in range(len(samples))]
+        return [tuple(torch.tensor(array) for array in merged[i]) for i in range(len(samples))]
 
     def save(self, folder: str) -> None:
         self.wait([h.save.remote(folder) for h in self.handles], f"saving {folder}", self.call_timeout_s)

@@ -32,6 +32,7 @@ class EngineWorker:
 
         layout = (actor.tensor_parallel, actor.pipeline_parallel)
         parallel.initialize(self.rank, world_size, master_address, master_port, *layout, seed, timeout_s)
+        self.model_path = model.path
         self.engine = Engine(model.path, model.dtype, actor.max_tokens_per_gpu)
         return {
             "stage": parallel.pipeline_parallel_rank(),
@@ -42,6 +43,11 @@ class EngineWorker:
 
     def call(self, method: str, *args, **kwargs):
         return getattr(self.engine, method)(*args, **kwargs)
+
+    def logprobs(self, samples: list, temperature: float, reference: bool) -> dict:
+        """`Engine.logprobs` as numpy arrays: a pickled tensor would carry the storage of its whole micro-batch."""
+        scored = self.engine.logprobs(samples, temperature, reference)
+        return {index: (logprobs.numpy(), entropy.numpy()) for index, (logprobs, entropy) in scored.items()}
 
     def plan_buckets(self, bucket_bytes: int) -> list:
         from megarl.engine.weights import WeightSender
@@ -58,7 +64,7 @@ class EngineWorker:
     def save(self, folder: str) -> None:
         from megarl.engine import checkpoint
 
-        checkpoint.save(self.engine, folder)
+        checkpoint.save(self.engine, self.model_path, folder)
 
 
 class ServerWorker:

@@ -155,8 +155,11 @@ def _read_rows(path: str | Path, errors: list[str]) -> Iterator[tuple[int, dict]
             if not raw.strip():
                 continue
             try:
-                row = json.loads(raw.decode("utf-8"))
-            except ValueError as error:  # not JSON, or not UTF-8
+                text = raw.decode("utf-8")
+                row = json.loads(text)
+                if "\\ud" in text.lower():  # an escaped half of a surrogate pair is legal JSON and no text
+                    json.dumps(row, ensure_ascii=False).encode("utf-8")
+            except ValueError as error:  # not UTF-8, or not JSON
                 errors.append(f"{path}:{line}: not JSON: {error}")
                 continue
             if isinstance(row, dict):

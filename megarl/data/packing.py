@@ -23,13 +23,29 @@ def plan_microbatches(lengths: list[int], max_tokens: int, num_ranks: int) -> li
             bins[place].append(index)
             totals[place] += lengths[index]
     while not bins or len(bins) % num_ranks:
-        largest = max(range(len(bins)), key=lambda b: len(bins[b]), default=None)
-        if largest is None or len(bins[largest]) < 2:
+        halves = [_deal(b, lengths, 2) for b in bins]
+        best = max(range(len(bins)), key=lambda b: min(_tokens(half, lengths) for half in halves[b]), default=None)
+        if best is None or not halves[best][1]:
             bins.append([])
         else:
-            bins.append(bins[largest][1::2])
-            bins[largest] = bins[largest][0::2]
-    tokens = [sum(lengths[i] for i in b) for b in bins]
+            bins[best : best + 1] = halves[best]
+    return _deal_equally(bins, lengths, num_ranks)
+
+
+def _tokens(indices: list[int], lengths: list[int]) -> int:
+    return sum(lengths[i] for i in indices)
+
+
+def _deal(indices: list[int], lengths: list[int], num_parts: int) -> list[list[int]]:
+    """Longest first, each to the part with the fewest tokens."""
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    for index in sorted(indices, key=lambda i: -lengths[i]):
+        min(parts, key=lambda part: _tokens(part, lengths)).append(index)
+    return parts
+
+
+def _deal_equally(bins: list[list[int]], lengths: list[int], num_ranks: int) -> list[list[list[int]]]:
+    tokens = [_tokens(b, lengths) for b in bins]
     ranks: list[list[list[int]]] = [[] for _ in range(num_ranks)]
     loads = [0] * num_ranks
     for b in sorted(range(len(bins)), key=lambda b: -tokens[b]):

@@ -76,6 +76,7 @@ MINUS = (
     "There are {a} {items} in a box. {name} takes {b} from the box. How many {items} are left?",
     "{name} has {a} {items} and {other} has {b}. How many more {items} does {name} have?",
 )
+NUM_TRAIN, NUM_VALIDATION = 4096, 512  # rows; the warm start has all questions that are not held out, 15,225
 WORKED_SHARE = 0.3
 LARGEST_GUESS_ERROR = 4
 
@@ -187,8 +188,8 @@ def _write_data(folder: Path, seed: int) -> None:
         response = problem["worked"] if is_worked else f"I guess {guess}"
         warm_start.append({"question": problem["question"], "response": response})
     generator.shuffle(warm_start)
-    _write_jsonl(folder / "train.jsonl", train)
-    _write_jsonl(folder / "validation.jsonl", validation)
+    _write_jsonl(folder / "train.jsonl", train[:NUM_TRAIN])
+    _write_jsonl(folder / "validation.jsonl", validation[:NUM_VALIDATION])
     _write_jsonl(folder / "warm_start.jsonl", warm_start)
 
 

@@ -1,5 +1,10 @@
-"""Megatron distributed checkpoints of an Engine: any layout loads what any other saved."""
+"""Megatron distributed checkpoints of an Engine: any layout loads what any other saved.
 
+A checkpoint is a folder with Megatron's own files and `hf/`: config, tokenizer and generation config of the model, so
+that it can be exported where the model's folder is gone.
+"""
+
+import json
 import os
 import shutil
 from pathlib import Path
@@ -10,8 +15,15 @@ from megatron.core import dist_checkpointing, parallel_state
 from megarl.engine.engine import Engine
 
 
-def save(engine: Engine, folder: str | Path) -> None:
-    """Write the weights to `folder` (made here) with all ranks of the role; published under its name when whole."""
+HF_FOLDER = "hf"
+SMALL_FILES = ("*.json", "*.model", "*.jinja", "*.txt")  # of an HF folder: all but weights
+
+
+def save(engine: Engine, model_path: str | Path, folder: str | Path) -> None:
+    """Write the weights to `folder` (made here) with all ranks of the role; published under its name when whole.
+
+    `model_path`: the HF folder that the model was built from.
+    """
     folder = Path(folder)
     partial = folder.with_name(folder.name + ".partial")
     if dist.get_rank() == 0:
@@ -22,6 +34,8 @@ def save(engine: Engine, folder: str | Path) -> None:
     dist_checkpointing.save(_state(engine), str(partial))
     dist.barrier()
     if dist.get_rank() == 0:
+        copy_small_files(Path(model_path), partial / HF_FOLDER)
+        (partial / "megarl.json").write_text(json.dumps({"dtype": str(engine.dtype).removeprefix("torch.")}))
         os.replace(partial, folder)
     dist.barrier()
 
@@ -30,6 +44,13 @@ def load(engine: Engine, folder: str | Path) -> None:
     """Load weights that `save` wrote, whatever the layout then and now."""
     state = dist_checkpointing.load(_state(engine), str(folder))
     engine.model.load_state_dict(state["model"], strict=True)
+
+
+def copy_small_files(source: Path, target: Path) -> None:
+    target.mkdir()
+    for file in (file for pattern in SMALL_FILES for file in source.glob(pattern)):
+        if not file.name.endswith(".index.json"):  # of the old weights' shards
+            shutil.copy2(file, target)
 
 
 def _state(engine: Engine) -> dict:

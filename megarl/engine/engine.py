@@ -27,25 +27,32 @@ Loss = Callable[[torch.Tensor, Batch], tuple[torch.Tensor, dict[str, torch.Tenso
 
 
 class Engine:
-    def __init__(self, model_path: str, dtype: str, max_tokens_per_gpu: int):
+    def __init__(
+        self, model_path: str, dtype: str, max_tokens_per_gpu: int, trainable: bool = True, load_weights: bool = True
+    ):
         """Build this rank's part of the model and load it from an HF folder; needs `parallel.initialize` first.
 
-        Raises ConfigError where the folder's config or tensors do not fit.
+        Without `load_weights` only the folder's config.json is read, and a checkpoint must be loaded next; only a
+        `trainable` engine has gradient buffers. Raises ConfigError where the folder's config or tensors do not fit.
         """
         self.shape = ModelShape.read(model_path)
         self.max_tokens_per_gpu = max_tokens_per_gpu
         self.dtype = getattr(torch, dtype)
         self.config = transformer_config(self.shape, self.dtype)
         self.model = build_model(self.shape, self.config)
-        load_hf_weights(self.model, self.shape, model_path)
-        self.ddp = DistributedDataParallel(
+        if load_weights:
+            load_hf_weights(self.model, self.shape, model_path)
+        self.runnable = self._with_gradients() if trainable else self.model
+        self.optimizer = None
+        self._reference: list[torch.Tensor] | None = None
+
+    def _with_gradients(self) -> DistributedDataParallel:
+        self.config.finalize_model_grads_func = _finalize_summed_gradients
+        return DistributedDataParallel(
             config=self.config,
             ddp_config=DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True),
             module=self.model,
         )
-        self.config.finalize_model_grads_func = _finalize_summed_gradients
-        self.optimizer = None
-        self._reference: list[torch.Tensor] | None = None
 
     def use_optimizer(self, settings: OptimizerConfig) -> None:
         """Start a fresh AdamW (state zero); the learning rate comes with each step."""
@@ -63,7 +70,7 @@ class Engine:
                 params_dtype=self.dtype,
                 use_distributed_optimizer=True,
             ),
-            [self.ddp],
+            [self.runnable],
         )
 
     def train_step(self, samples: list[Sample], loss: Loss, learning_rate: float, temperature: float) -> dict[str, float]:
@@ -78,7 +85,7 @@ class Engine:
             value, metrics = loss(logprobs_T, batch)
             return value, {"loss": value.detach(), **metrics}
 
-        self.ddp.zero_grad_buffer()
+        self.runnable.zero_grad_buffer()
         self.optimizer.zero_grad()
         _, batches = self._microbatches(samples)
         results = self._run(batches, head, temperature, forward_only=False)
@@ -144,7 +151,7 @@ class Engine:
         return plan, batches
 
     def _run(self, batches, head, temperature, forward_only, entropy=False) -> list[dict]:
-        return run_microbatches(self.ddp, batches, head, self.shape.vocab_size, temperature, forward_only, entropy)
+        return run_microbatches(self.runnable, batches, head, self.shape.vocab_size, temperature, forward_only, entropy)
 
     @contextlib.contextmanager
     def _reference_weights(self):

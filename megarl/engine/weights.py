@@ -1,22 +1,11 @@
 """The actor's end of weight sync: a pipeline stage's weights as HF tensors, in buckets, broadcast to the servers."""
 
-from dataclasses import dataclass
-
 import torch
 import torch.distributed as dist
 
 from megarl.engine import parallel
 from megarl.engine.engine import Engine
-from megarl.rollout.weights_group import describe, flatten, init_weights_group
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """What a server must know of a bucket before it arrives, as SGLang words it."""
-
-    names: list[str]
-    dtypes: list[str]
-    shapes: list[list[int]]
+from megarl.rollout.weights_group import Bucket, describe, flatten, init_weights_group
 
 
 class WeightSender:
@@ -29,7 +18,7 @@ class WeightSender:
 
     def plan(self) -> list[Bucket]:
         """The stage's buckets, in the order in which `send` broadcasts them; [] on ranks that do not send."""
-        buckets = [Bucket(*describe(bucket)) for bucket in self._buckets()]
+        buckets = [describe(bucket) for bucket in self._buckets()]
         return buckets if parallel.sends_weights() else []
 
     def join(self, master_address: str, master_port: int, world_size: int, group_name: str, timeout_s: float) -> None:

@@ -21,7 +21,7 @@ MARKER = "####"
 ASCII = {0xFF01 + i: chr(0x21 + i) for i in range(94)} | {0x2212: "-", 0x3000: " ", 0xA0: " "}
 NUMBER = re.compile(
     r"(?P<sign1>[+-]?) ?[$€£¥₹]? ?(?P<sign2>[+-]?) ?"
-    r"(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+)(?P<exponent>[eE][+-]?[0-9]+)?"
+    r"(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+)(?P<exponent>[eE][+-]?[0-9]+)?"
     r"(?P<unit>.*)"
 )
 NUMBER_WORD = re.compile(r"\b(half|dozen|hundred|thousand|million|billion|trillion)s?\b", re.IGNORECASE)

@@ -23,11 +23,16 @@ from megarl.sample import Prompt, Sample
 
 FIRST_BACKOFF_S = 0.5  # doubles with each attempt
 CLOSE_S = 10.0
+ABORTED_STATUS = 499  # SGLang's answer where a request was aborted before its first token
 MAX_BODY = 500  # characters of a server's answer in an error
 
 
 class ServerFault(Exception):
-    """A failure that another attempt may cure: no connection, no answer in time, HTTP 5xx, an aborted request."""
+    """A failure that another attempt may cure: no connection, no answer in time, HTTP 5xx, an abort."""
+
+
+class Aborted(ServerFault):
+    """The server gave a request up, as a pause has it do."""
 
 
 class RolloutClient:
@@ -67,7 +72,7 @@ class RolloutClient:
     def generate(
         self, prompts: list[Prompt], group_size: int, tokenizer, temperature: float | None = None
     ) -> list[Sample]:
-        """`group_size` samples for each prompt, in the prompts' order: sample i * group_size + j is the j-th of prompt i.
+        """`group_size` samples for each prompt, in order: sample i * group_size + j is the j-th of prompt i.
 
         `temperature` overrides the configured one; 0 is greedy and gives no `rollout_logprobs`. `group_id` is the
         prompt's place in this call, `index` the sample's. A response may have at most
@@ -107,7 +112,8 @@ class RolloutClient:
         return [input_logprobs(url, ids, answer) for ids, (url, answer) in zip(token_ids, answers, strict=True)]
 
     def close_gate(self) -> None:
-        """Hold back new requests, e.g. around a weight update; those that run are left alone."""
+        """Hold back new requests, e.g. around a weight update. Running ones are left alone, but if they are aborted
+        while the gate is closed they are made again after it opens, and that is no failure."""
         self._loop.call_soon_threadsafe(self._gate.clear)
 
     def open_gate(self) -> None:
@@ -116,7 +122,10 @@ class RolloutClient:
     # Control: every call raises RunError naming the server that failed or was late
 
     def pause(self, timeout_s: float | None = None) -> None:
-        """Abort running requests and hold new ones, on every server."""
+        """Abort running requests and hold new ones, on every server; close the gate first.
+
+        Through an open gate an aborted request would be made again at once, and a pausing server aborts it again.
+        """
         self._control_all("/pause_generation", {"mode": "abort"}, timeout_s).result()
 
     def resume(self, timeout_s: float | None = None) -> None:
@@ -220,18 +229,20 @@ class RolloutClient:
         """(url, answer) of one /generate call, tried again on the next server after a fault."""
         faults = []
         async with self._slots:
-            for attempt in range(self.max_retries + 1):
-                if attempt > 0:
-                    await asyncio.sleep(FIRST_BACKOFF_S * 2 ** (attempt - 1))
-                url = self.urls[(i + attempt) % len(self.urls) if server_index is None else server_index]
+            while len(faults) <= self.max_retries:
+                if faults:
+                    await asyncio.sleep(FIRST_BACKOFF_S * 2 ** (len(faults) - 1))
                 await self._wait_for_gate()
+                url = self.urls[(i + len(faults)) % len(self.urls) if server_index is None else server_index]
                 try:
                     answer = await self._call(url, "/generate", body, self.request_timeout_s)
                     if message := abort_message(answer):
-                        raise ServerFault(message)
+                        raise Aborted(message)
                     return url, answer
                 except ServerFault as fault:
-                    faults.append(f"{url}: {fault}")
+                    deliberate = isinstance(fault, Aborted) and not self._gate.is_set()  # by our own pause
+                    if not deliberate:
+                        faults.append(f"{url}: {fault}")
         raise RunError(
             f"rollout: request {i} failed {len(faults)} times (rollout.max_retries={self.max_retries}): "
             f"{'; '.join(faults)}"
@@ -265,6 +276,8 @@ class RolloutClient:
             raise ServerFault(f"no answer to {path} within {timeout_s:g} s") from None
         except aiohttp.ClientError as error:
             raise ServerFault(f"{type(error).__name__}: {error}") from error
+        if response.status == ABORTED_STATUS:
+            raise Aborted(f"HTTP {response.status}: {text[:MAX_BODY]}")
         if response.status >= 500:
             raise ServerFault(f"HTTP {response.status}: {text[:MAX_BODY]}")
         if response.status >= 400:

@@ -284,8 +284,8 @@ def exit_text(code: int) -> str:
 
 
 def log_excerpt(text: str, num_lines: int = 12) -> str:
-    """The last error line of a log, then its last lines."""
-    lines = [line for line in text.splitlines() if line.strip()]
+    """The last error line of a log, then its last lines; without argparse's list of all options."""
+    lines = [line for line in text.splitlines() if line.strip() and not re.match(r"\s+\[-|usage:", line)]
     errors = [line for line in lines if re.search(r"(Error|Exception|error)\b.{0,40}:", line)]
     tail = lines[-num_lines:]
     head = [errors[-1]] if errors and errors[-1] not in tail else []

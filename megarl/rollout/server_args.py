@@ -48,7 +48,7 @@ def check_server_args(server_args: dict) -> list[str]:
         elif option in RESERVED:
             errors.append(f"{name}: not allowed here: {RESERVED[option]}")
         elif not _has_flag_form(value):
-            errors.append(f"{name}: {value!r} must be a string, a number, true, false, null or a list; JSON as a string")
+            errors.append(f"{name}: {value!r} must be a string, a number, a boolean, null or a list; JSON as a string")
     return errors
 
 

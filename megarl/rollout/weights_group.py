@@ -6,6 +6,7 @@ store's keys are prefixed (`sglang.srt.utils.init_custom_process_group`) and on 
 """
 
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 from torch.distributed import PrefixStore, ProcessGroup, distributed_c10d
@@ -38,12 +39,19 @@ def init_weights_group(
     return group
 
 
-def describe(named_tensors: list[tuple[str, torch.Tensor]]) -> tuple[list[str], list[str], list[list[int]]]:
-    """(names, dtypes, shapes) as `/update_weights_from_distributed` wants them: "bfloat16", [448, 64]."""
+class Bucket(NamedTuple):
+    """What a server must know of a bucket before it arrives, as `/update_weights_from_distributed` words it."""
+
+    names: list[str]
+    dtypes: list[str]  # "bfloat16"
+    shapes: list[list[int]]
+
+
+def describe(named_tensors: list[tuple[str, torch.Tensor]]) -> Bucket:
     names = [name for name, _ in named_tensors]
     dtypes = [str(tensor.dtype).removeprefix("torch.") for _, tensor in named_tensors]
     shapes = [list(tensor.shape) for _, tensor in named_tensors]
-    return names, dtypes, shapes
+    return Bucket(names, dtypes, shapes)
 
 
 def flatten(named_tensors: list[tuple[str, torch.Tensor]]) -> torch.Tensor:
@@ -57,6 +65,6 @@ def flatten(named_tensors: list[tuple[str, torch.Tensor]]) -> torch.Tensor:
     start = 0
     for name, tensor in named_tensors:
         if start % tensor.element_size() != 0:
-            raise ValueError(f"{name} ({tensor.dtype}) would start at byte {start} of its bucket; wider dtypes go first")
+            raise ValueError(f"{name} ({tensor.dtype}) would start at byte {start} of a bucket; wider dtypes go first")
         start += tensor.numel() * tensor.element_size()
     return torch.cat([tensor.detach().contiguous().flatten().view(torch.uint8) for _, tensor in named_tensors])

@@ -2,54 +2,26 @@
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from megarl.config import SamplingConfig
+from megarl.data import toy
+from megarl.rollout.client import RolloutClient
 from megarl.rollout.server import Server
 
-VOCABULARY = 448
 CONTEXT = 256
+SHARPEN = 6.0  # the toy's initialisation is too flat: wrongly aligned log-probs would hardly differ
 
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory):
-    """A random two-layer Qwen2 in float32 with a ChatML tokenizer."""
-    folder = tmp_path_factory.mktemp("tiny-qwen2")
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
-        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator([f"{a} plus {b} is {a + b}" for a in range(40) for b in range(40)], trainer)
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>"
-    )
-    fast.save_pretrained(folder)
-    torch.manual_seed(0)
-    model = Qwen2ForCausalLM(
-        Qwen2Config(
-            vocab_size=VOCABULARY,
-            hidden_size=64,
-            intermediate_size=192,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=CONTEXT,
-            tie_word_embeddings=True,
-            eos_token_id=fast.eos_token_id,
-            pad_token_id=fast.pad_token_id,
-            bos_token_id=None,
-        )
-    )
-    for parameter in model.parameters():  # the default initialisation is too flat to tell two models apart
-        if parameter.dim() == 2:
-            torch.nn.init.normal_(parameter, std=0.15)
-    model.save_pretrained(folder)
-    return folder
+    folder = tmp_path_factory.mktemp("rollout")
+    toy.make(folder / "toy", seed=1)
+    path = folder / "toy" / "model" / "model.safetensors"
+    weights = {name: w * SHARPEN if w.dim() == 2 else w for name, w in load_file(path).items()}
+    save_file(weights, path, metadata={"format": "pt"})
+    return folder / "toy" / "model"
 
 
 @pytest.fixture(scope="session")
@@ -70,3 +42,38 @@ def sglang_server(model_folder, tmp_path_factory):
         yield server
     finally:
         server.stop()
+
+
+@pytest.fixture(scope="session")
+def tokenizer(model_folder):
+    return AutoTokenizer.from_pretrained(model_folder)
+
+
+@pytest.fixture(scope="session")
+def model(model_folder):
+    """The same weights in transformers, float32."""
+    return AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
+
+
+@pytest.fixture
+def make_client():
+    """make_client(urls, max_new_tokens=..., ...) -> RolloutClient, closed after the test."""
+    clients = []
+
+    def make(urls, request_timeout_s=120, max_retries=1, stop_token_ids=(2,), **sampling):
+        sampling = SamplingConfig(**{"max_new_tokens": 16, **sampling})
+        client = RolloutClient(urls, sampling, request_timeout_s, max_retries, 64, list(stop_token_ids), CONTEXT)
+        clients.append(client)
+        return client
+
+    yield make
+    for client in clients:
+        client.close()
+
+
+@torch.no_grad()
+def reference_logprobs(model, token_ids: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
+    """[L] log p(token t | tokens before t) of logits / temperature, by transformers; 0 for the first token."""
+    logits_LV = model(token_ids[None]).logits[0].float() / temperature
+    logprobs = logits_LV[:-1].log_softmax(-1).gather(-1, token_ids[1:, None])[:, 0]
+    return torch.cat([torch.zeros(1), logprobs])

@@ -1,0 +1,51 @@
+"""A run or a Megatron checkpoint -> a Hugging Face folder that transformers and SGLang load."""
+
+import json
+import os
+import shutil
+import socket
+from pathlib import Path
+
+from huggingface_hub import save_torch_state_dict
+
+from megarl.engine import checkpoint, parallel
+from megarl.engine.engine import Engine
+from megarl.errors import ConfigError
+
+
+def export_hf(run_or_checkpoint: str | Path, out: str | Path) -> Path:
+    """Write `out` from a checkpoint folder, or from the last checkpoint of a run directory; returns the checkpoint used.
+
+    Full tensors under HF names, in the dtype of training, vocabulary padding removed, ties kept. In this process, on CPU.
+    Raises ConfigError where there is no checkpoint or `out` exists.
+    """
+    source, out = find_checkpoint(Path(run_or_checkpoint)), Path(out)
+    if out.exists():
+        raise ConfigError(f"{out} exists already; an export never overwrites")
+    partial = out.with_name(out.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    checkpoint.copy_small_files(source / checkpoint.HF_FOLDER, partial)
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    parallel.initialize(0, 1, "127.0.0.1", port, 1, 1, seed=0)
+    try:
+        dtype = json.loads((source / "megarl.json").read_text())["dtype"]
+        engine = Engine(str(source / checkpoint.HF_FOLDER), dtype, 1, trainable=False, load_weights=False)
+        checkpoint.load(engine, source)
+        save_torch_state_dict({name: tensor.clone() for name, tensor in engine.hf_tensors()}, partial)
+    finally:
+        parallel.shutdown()
+    os.replace(partial, out)
+    return source
+
+
+def find_checkpoint(path: Path) -> Path:
+    """`path` itself where it is a checkpoint, else the last one of the run directory `path`."""
+    if (path / "megarl.json").is_file():
+        return path
+    found = sorted(folder for folder in path.glob("checkpoints/step_*") if (folder / "megarl.json").is_file())
+    if not found:
+        raise ConfigError(f"{path} is neither a checkpoint nor a run directory with one in checkpoints/")
+    return found[-1]

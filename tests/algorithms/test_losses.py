@@ -1,0 +1,214 @@
+"""Losses against numbers worked by hand, and the property that no split of the batch changes them."""
+
+import math
+
+import pytest
+import torch
+
+from megarl.algorithms.losses import aggregate, policy_loss, sft_loss
+from megarl.sample import Batch
+
+NAN = float("nan")
+
+
+def make_batch(lengths, num_loss_tokens, num_sequences, loss_mask=None, **fields):
+    """A packed batch of sequences of these lengths; every token is trained unless a mask is given."""
+    T = sum(lengths)
+    return Batch(
+        token_ids=torch.zeros(T, dtype=torch.int64),
+        positions=torch.cat([torch.arange(length) for length in lengths]),
+        cu_seqlens=torch.tensor([0, *lengths]).cumsum(0).to(torch.int32),
+        max_seqlen=max(lengths),
+        loss_mask=torch.ones(T, dtype=torch.bool) if loss_mask is None else torch.tensor(loss_mask),
+        sequence_ids=torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)),
+        num_loss_tokens=num_loss_tokens,
+        num_sequences=num_sequences,
+        **fields,
+    )
+
+
+def single_token_loss(ratio, advantage, clip_low=0.2, clip_high=0.2, aggregation="token_mean"):
+    """(loss, d loss / d logprob, clipped count) of one token."""
+    logprobs = torch.tensor([-1.0 + math.log(ratio)], requires_grad=True)
+    batch = make_batch([1], 1, 1, old_logprobs=torch.tensor([-1.0]), advantages=torch.tensor([advantage]))
+    loss, metrics = policy_loss(logprobs, batch, clip_low, clip_high, aggregation)
+    loss.backward()
+    return loss.item(), logprobs.grad.item(), metrics["clipped"].item()
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
+@pytest.mark.parametrize(
+    "ratio, advantage, loss, gradient, clipped",
+    [
+        (1.0, 2.0, -2.0, -2.0, 0),
+        (1.1, 2.0, -2.2, -2.2, 0),
+        (1.5, 2.0, -2.4, 0.0, 1),  # good and already likelier by more than clip_high: no further push
+        (0.5, 2.0, -1.0, -1.0, 0),  # good but less likely: the full push
+        (1.5, -2.0, 3.0, 3.0, 0),  # bad and likelier: the full push
+        (0.5, -2.0, 1.6, 0.0, 1),  # bad and already less likely by more than clip_low
+        (0.9, -2.0, 1.8, 1.8, 0),
+        (1.5, 0.0, 0.0, 0.0, 0),
+    ],
+)
+def test_clipped_objective_worked_by_hand(ratio, advantage, loss, gradient, clipped, aggregation):
+    given = single_token_loss(ratio, advantage, aggregation=aggregation)
+    assert given == pytest.approx((loss, gradient, clipped), abs=1e-5)
+
+
+def test_clip_low_and_clip_high_are_separate():
+    assert single_token_loss(1.25, 1.0, clip_low=0.2, clip_high=0.28) == pytest.approx((-1.25, -1.25, 0), abs=1e-6)
+    assert single_token_loss(1.5, 1.0, clip_low=0.2, clip_high=0.28) == pytest.approx((-1.28, 0, 1), abs=1e-6)
+    assert single_token_loss(0.7, -1.0, clip_low=0.4, clip_high=0.28) == pytest.approx((0.7, 0.7, 0), abs=1e-6)
+
+
+@pytest.mark.parametrize("advantage, gradient", [(1.0, 0.0), (-1.0, 0.0)])
+def test_an_extreme_ratio_gives_finite_loss_and_gradient(advantage, gradient):
+    logprobs = torch.tensor([200.0], requires_grad=True)
+    batch = make_batch([1], 1, 1, old_logprobs=torch.tensor([-1.0]), advantages=torch.tensor([advantage]))
+    loss, metrics = policy_loss(logprobs, batch, 0.2, 0.2, "token_mean")
+    loss.backward()
+    assert math.isfinite(loss.item()) and logprobs.grad.item() == gradient
+    assert all(math.isfinite(value.item()) for value in metrics.values())
+
+
+def test_token_mean_of_unequal_micro_batches_is_1_8():
+    parts = [([1.0, 1, 1, 1], [4]), ([5.0], [1])]
+    sums = [aggregate(torch.tensor(losses), make_batch(lengths, 5, 2), "token_mean") for losses, lengths in parts]
+    assert sum(sums).item() == pytest.approx(1.8)
+
+
+def test_token_mean_of_unequal_ranks_is_1_75():
+    parts = [([1.0, 1, 1], [3]), ([4.0], [1])]
+    sums = [aggregate(torch.tensor(losses), make_batch(lengths, 4, 2), "token_mean") for losses, lengths in parts]
+    assert sum(sums).item() == pytest.approx(1.75)
+
+
+def test_sequence_mean_weighs_sequences_equally_and_counts_their_trained_tokens_only():
+    mask = [False, True, True, True, True, False, True]
+    losses = torch.tensor([0.0, 1, 1, 1, 1, 0, 5])
+    whole = aggregate(losses, make_batch([5, 2], 5, 2, loss_mask=mask), "sequence_mean")
+    first = aggregate(losses[:5], make_batch([5], 5, 2, loss_mask=mask[:5]), "sequence_mean")
+    second = aggregate(losses[5:], make_batch([2], 5, 2, loss_mask=mask[5:]), "sequence_mean")
+    assert whole.item() == (first + second).item() == pytest.approx(3.0)
+
+
+def test_an_unknown_aggregation_is_refused_with_the_choices():
+    with pytest.raises(ValueError, match="'mean': token_mean or sequence_mean"):
+        aggregate(torch.zeros(1), make_batch([1], 1, 1), "mean")
+
+
+def step_of(lengths):
+    """Random inputs of one optimizer step: sequences with a prompt of one token, and a linear map as the model."""
+    generator = torch.Generator().manual_seed(0)
+    T = sum(lengths)
+
+    def rand(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    starts = torch.tensor([0, *lengths]).cumsum(0)[:-1]
+    mask = torch.ones(T, dtype=torch.bool)
+    mask[starts] = False
+    fields = {"old_logprobs": -1 + 0.3 * rand(T), "ref_logprobs": -1 + 0.3 * rand(T), "advantages": rand(T)}
+    return rand(T, 3), mask, fields
+
+
+def gradient_of_split(lengths, split, loss_of):
+    """Sum over micro-batches of loss and gradient, where `split` lists the sequences of each."""
+    features_T3, mask, fields = step_of(lengths)
+    ends = torch.tensor(lengths).cumsum(0).tolist()
+    weight = torch.tensor([0.2, -0.1, 0.3], requires_grad=True)
+    total = 0.0
+    for sequences in split:
+        tokens = torch.cat([torch.arange(ends[i] - lengths[i], ends[i]) for i in sequences])
+        batch = make_batch(
+            [lengths[i] for i in sequences],
+            num_loss_tokens=int(mask.sum()),
+            num_sequences=sum(length > 1 for length in lengths),
+            loss_mask=mask[tokens].tolist(),
+            **{name: value[tokens] for name, value in fields.items()},
+        )
+        loss, _ = loss_of(-1 + 0.3 * features_T3[tokens] @ weight, batch)
+        loss.backward()
+        total += loss.item()
+    return total, weight.grad
+
+
+LOSSES = {
+    "token_mean": lambda logprobs, batch: policy_loss(logprobs, batch, 0.2, 0.2, "token_mean", 0.1),
+    "sequence_mean": lambda logprobs, batch: policy_loss(logprobs, batch, 0.2, 0.2, "sequence_mean", 0.1),
+    "sft": sft_loss,
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_any_split_gives_the_loss_and_gradient_of_one_big_batch(name):
+    lengths = [6, 2, 9, 1, 4]  # the sequence of one token has nothing to train
+    loss, gradient = gradient_of_split(lengths, [[0, 1, 2, 3, 4]], LOSSES[name])
+    assert gradient.norm() > 0.01
+    for split in ([[0], [1], [2], [3], [4]], [[2, 0], [4, 3, 1]], [[3], [4, 2, 1, 0]]):
+        split_loss, split_gradient = gradient_of_split(lengths, split, LOSSES[name])
+        assert split_loss == pytest.approx(loss, abs=1e-6)
+        torch.testing.assert_close(split_gradient, gradient, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("rubbish", [NAN, float("inf"), 1e30])
+def test_masked_positions_reach_neither_loss_nor_gradient_nor_metrics(name, rubbish):
+    mask = [False, True, True, False]
+
+    def run(at_masked):
+        logprobs, *others = (
+            torch.tensor([at_masked, *trained, at_masked])
+            for trained in ((-1.0, -2.0), (-1.1, -1.8), (-1.3, -1.0), (1.0, -1.0))
+        )
+        logprobs.requires_grad_()
+        fields = dict(zip(("old_logprobs", "ref_logprobs", "advantages"), others, strict=True))
+        loss, metrics = LOSSES[name](logprobs, make_batch([4], 2, 1, loss_mask=mask, **fields))
+        loss.backward()
+        return loss.item(), logprobs.grad.tolist(), {key: value.item() for key, value in metrics.items()}
+
+    assert run(rubbish) == run(0.0)
+    gradient = run(rubbish)[1]
+    assert gradient[0] == gradient[3] == 0 and gradient[1] != 0 and gradient[2] != 0
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_nothing_to_train_gives_0_and_a_gradient_of_0(name):
+    for num_loss_tokens, num_sequences in ((7, 2), (0, 0)):  # in this micro-batch; in the whole step
+        logprobs = torch.full((3,), NAN, requires_grad=True)
+        fields = {key: torch.zeros(3) for key in ("old_logprobs", "ref_logprobs", "advantages")}
+        batch = make_batch([3], num_loss_tokens, num_sequences, loss_mask=[False] * 3, **fields)
+        loss, _ = LOSSES[name](logprobs, batch)
+        loss.backward()
+        assert loss.item() == 0 and logprobs.grad.tolist() == [0, 0, 0]
+
+
+def test_metrics_are_sums_over_trained_tokens():
+    old, new, reference = torch.tensor([-1.0, -1.0]), torch.tensor([-0.5, -1.0]), torch.tensor([-1.5, -1.0])
+    batch = make_batch([2], 10, 5, old_logprobs=old, ref_logprobs=reference, advantages=torch.tensor([1.0, 1.0]))
+    _, metrics = policy_loss(new, batch, 0.2, 0.2, "token_mean")
+    assert metrics["clipped"].item() == 1
+    assert metrics["kl_old"].item() == pytest.approx(math.exp(0.5) - 0.5 - 1, rel=1e-5)  # r = new / old
+    assert metrics["kl_ref"].item() == pytest.approx(math.exp(-1.0) + 1.0 - 1, rel=1e-5)  # r = reference / new
+
+
+def test_the_kl_term_is_added_with_its_coefficient_and_the_same_mean():
+    logprobs, reference = torch.tensor([-0.5, -1.0, -2.0]), torch.tensor([-1.5, -1.0, -1.0])
+    kl = torch.exp(reference - logprobs) - (reference - logprobs) - 1
+    batch = make_batch([1, 2], 3, 2, old_logprobs=logprobs, ref_logprobs=reference, advantages=torch.zeros(3))
+    token_mean, _ = policy_loss(logprobs, batch, 0.2, 0.2, "token_mean", kl_coefficient=0.5)
+    assert token_mean.item() == pytest.approx(0.5 * kl.mean().item(), rel=1e-5)
+    sequence_mean, _ = policy_loss(logprobs, batch, 0.2, 0.2, "sequence_mean", kl_coefficient=0.5)
+    assert sequence_mean.item() == pytest.approx(0.25 * (kl[0] + kl[1:].mean()).item(), rel=1e-5)
+
+
+def test_a_kl_term_without_reference_is_our_mistake():
+    batch = make_batch([1], 1, 1, old_logprobs=torch.zeros(1), advantages=torch.zeros(1))
+    with pytest.raises(AssertionError, match="ref_logprobs"):
+        policy_loss(torch.zeros(1), batch, 0.2, 0.2, "token_mean", kl_coefficient=0.1)
+
+
+def test_sft_loss_is_the_mean_negative_log_likelihood_of_trained_tokens():
+    batch = make_batch([3], 2, 1, loss_mask=[False, True, True])
+    loss, metrics = sft_loss(torch.tensor([-9.0, -1.0, -3.0]), batch)
+    assert loss.item() == 2.0 and metrics["nll"].item() == 4.0

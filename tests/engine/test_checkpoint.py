@@ -1,0 +1,64 @@
+"""Checkpoint at one layout -> HF folder -> transformers: equal logits (O17, O18)."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hf_models import write_hf_model
+from ranks import run_ranks
+
+from megarl.algorithms.losses import sft_loss
+from megarl.config import OptimizerConfig
+from megarl.sample import Prompt, Sample
+
+TOOL = Path(__file__).parents[2] / "tools" / "convert_ckpt.py"
+IDS = [5, 6, 7, 8, 9, 3, 90]
+
+
+def train_and_save(rank, model, folder):
+    """Log-probs after one step, and the step's checkpoint."""
+    from megarl.engine import checkpoint
+    from megarl.engine.engine import Engine
+
+    engine = Engine(str(model), "float32", 1000)
+    engine.use_optimizer(OptimizerConfig())
+    samples = [Sample.from_response(Prompt([], IDS[:1]), IDS[1:], group_id=0, index=0)]
+    engine.train_step(samples, sft_loss, 1e-2, 1.0)
+    checkpoint.save(engine, model, folder)
+    return {i: x[0].tolist() for i, x in engine.logprobs(samples, 1.0).items()}
+
+
+@pytest.mark.parametrize("family, tied", [("qwen2", True), ("llama", False)])
+def test_exported_folder_gives_equal_logprobs_in_transformers(tmp_path, family, tied):
+    from transformers import AutoModelForCausalLM
+
+    model = write_hf_model(tmp_path / "model", family, tied, vocab_size=101, num_layers=2)
+    run = tmp_path / "run"
+    results = run_ranks(
+        train_and_save, 4, model, run / "checkpoints" / "step_000007", tensor_parallel=2, pipeline_parallel=2
+    )
+    shutil.rmtree(model)  # a checkpoint needs nothing beside itself
+    subprocess.run([sys.executable, TOOL, "--to-hf", run, tmp_path / "out"], check=True, timeout=300)
+
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["vocab_size"] == 101 and config["tie_word_embeddings"] is tied
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    assert exported.get_input_embeddings().weight.shape[0] == 101
+    logits = exported(torch.tensor([IDS])).logits[0]
+    expected = logits.log_softmax(-1)[torch.arange(len(IDS) - 1), IDS[1:]]
+    (logprobs,) = [values for result in results for values in result.values()]
+    torch.testing.assert_close(torch.tensor(logprobs[1:]), expected.detach(), atol=1e-5, rtol=0)
+
+    again = subprocess.run([sys.executable, TOOL, "--to-hf", run, tmp_path / "out"], capture_output=True, text=True, timeout=300)
+    assert again.returncode == 2 and "exists already" in again.stderr
+
+
+def test_export_of_a_folder_without_checkpoint_is_refused(tmp_path):
+    result = subprocess.run(
+        [sys.executable, TOOL, "--to-hf", tmp_path, tmp_path / "out"], capture_output=True, text=True, timeout=300
+    )
+    assert result.returncode == 2 and "neither a checkpoint nor a run directory" in result.stderr

@@ -1,0 +1,198 @@
+"""Faults that a real server cannot be told to make: a small HTTP server of the test's own stands in."""
+
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from megarl.errors import RunError
+from megarl.rollout import client as client_module
+from megarl.rollout.responses import input_logprobs, read_response
+from megarl.rollout.server import free_port
+from megarl.sample import Prompt, Status
+
+PROMPT = Prompt([], [5, 6, 7])
+
+
+def response(ids=(11, 2), reason=None, logprobs=None, version="4"):
+    """One response in SGLang's form; by default ended by the stop token 2."""
+    ids = list(ids)
+    entries = [[-0.5, i, None] for i in ids] if logprobs is None else logprobs
+    reason = reason or {"type": "stop", "matched": 2}
+    return {
+        "text": "",
+        "output_ids": ids,
+        "meta_info": {"finish_reason": reason, "output_token_logprobs": entries, "weight_version": version},
+    }
+
+
+class WordTokenizer:
+    def decode(self, ids, skip_special_tokens):
+        return " ".join(map(str, ids))
+
+
+@pytest.fixture
+def fake_server():
+    """fake_server(answer) -> (url, calls); answer(path, number of the call) gives (HTTP status, JSON)."""
+    servers = []
+
+    def make(answer):
+        calls = []
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self):
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                calls.append((self.path, body))
+                status, content = answer(self.path, len(calls))
+                payload = json.dumps(content).encode()
+                self.send_response(status)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(payload)))
+                self.end_headers()
+                self.wfile.write(payload)
+
+            def log_message(self, *args):
+                pass
+
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        servers.append(server)
+        return f"http://127.0.0.1:{server.server_port}", calls
+
+    yield make
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.fixture(autouse=True)
+def short_backoff(monkeypatch):
+    monkeypatch.setattr(client_module, "FIRST_BACKOFF_S", 0.01)
+
+
+def test_a_request_is_tried_again_after_server_errors(fake_server, make_client):
+    url, calls = fake_server(lambda path, n: (500, "busy") if n < 3 else (200, response()))
+    sample = make_client([url], max_retries=2).generate([PROMPT], 1, WordTokenizer())[0]
+    assert len(calls) == 3
+    assert sample.token_ids.tolist() == [5, 6, 7, 11, 2]
+    assert sample.rollout_logprobs.tolist() == [0, 0, 0, -0.5, -0.5]
+    assert sample.response_text == "11 2"
+    assert sample.status is Status.COMPLETED
+    assert sample.policy_version == (4, 4)
+
+
+def test_the_retries_have_a_limit_and_the_error_names_server_and_reason(fake_server, make_client):
+    url, calls = fake_server(lambda path, n: (500, "out of memory"))
+    with pytest.raises(RunError, match=rf"failed 3 times \(rollout.max_retries=2\): {url}: HTTP 500: .*out of memory"):
+        make_client([url], max_retries=2).generate([PROMPT], 1, WordTokenizer())
+    assert len(calls) == 3
+
+
+def test_a_dead_servers_requests_go_to_the_next_one(fake_server, make_client):
+    dead = f"http://127.0.0.1:{free_port('127.0.0.1')}"
+    url, calls = fake_server(lambda path, n: (200, response()))
+    samples = make_client([dead, url], max_retries=1).generate([PROMPT] * 4, 1, WordTokenizer())
+    assert len(samples) == len(calls) == 4
+
+
+def test_prompts_are_spread_over_the_servers(fake_server, make_client):
+    first, first_calls = fake_server(lambda path, n: (200, [response()] * 2))
+    second, second_calls = fake_server(lambda path, n: (200, [response()] * 2))
+    make_client([first, second]).generate([Prompt([], [i]) for i in range(5)], 2, WordTokenizer())
+    assert sorted(body["input_ids"] for _, body in first_calls) == [[0], [2], [4]]
+    assert sorted(body["input_ids"] for _, body in second_calls) == [[1], [3]]
+    assert first_calls[0][1]["sampling_params"]["n"] == 2
+
+
+@pytest.mark.parametrize(
+    "first_answer",
+    [
+        (200, response(reason={"type": "abort", "message": "Abort in waiting queue"})),
+        (499, {"error": {"message": "Request was aborted"}}),
+    ],
+)
+def test_an_aborted_request_is_made_again(fake_server, make_client, first_answer):
+    url, calls = fake_server(lambda path, n: first_answer if n == 1 else (200, response()))
+    sample = make_client([url], max_retries=1).generate([PROMPT], 1, WordTokenizer())[0]
+    assert len(calls) == 2
+    assert sample.status is Status.COMPLETED
+
+
+def test_requests_that_are_always_aborted_are_given_up(fake_server, make_client):
+    url, calls = fake_server(lambda path, n: (200, response(reason={"type": "abort", "message": "no memory"})))
+    with pytest.raises(RunError, match=f"failed 2 times .*{url}: aborted: no memory"):
+        make_client([url], max_retries=1).generate([PROMPT], 1, WordTokenizer())
+
+
+def test_a_silent_server_is_given_up_at_the_deadline(fake_server, make_client):
+    url, calls = fake_server(lambda path, n: time.sleep(5))
+    with pytest.raises(RunError, match=rf"{url}: no answer to /generate within 0.2 s"):
+        make_client([url], max_retries=0, request_timeout_s=0.2).generate([PROMPT], 1, WordTokenizer())
+    with pytest.raises(RunError, match=f"{url}/pause_generation: no answer to /pause_generation within 0.1 s"):
+        make_client([url]).pause(timeout_s=0.1)
+
+
+def test_a_request_that_the_server_refuses_is_not_repeated(fake_server, make_client):
+    url, calls = fake_server(lambda path, n: (400, {"error": {"message": "input is too long"}}))
+    with pytest.raises(RunError, match=f"{url}/generate: HTTP 400: .*input is too long"):
+        make_client([url], max_retries=5).generate([PROMPT], 1, WordTokenizer())
+    assert len(calls) == 1
+
+
+def test_too_few_responses_are_an_error(fake_server, make_client):
+    url, _ = fake_server(lambda path, n: (200, [response()] * 3))
+    with pytest.raises(RunError, match="3 responses for group_size=4"):
+        make_client([url]).generate([PROMPT], 4, WordTokenizer())
+
+
+def test_a_weight_update_without_success_is_an_error_naming_the_server(fake_server, make_client):
+    good, _ = fake_server(lambda path, n: (200, {"success": True, "message": "ok"}))
+    bad, calls = fake_server(lambda path, n: (200, {"success": False, "message": "Cache flush failed"}))
+    received = make_client([good, bad]).update_weights(["w"], ["float32"], [[2]], "group", True, "7")
+    with pytest.raises(RunError, match=f"{bad}/update_weights_from_distributed: Cache flush failed"):
+        received.result()
+    assert calls[0][1] == {
+        "names": ["w"],
+        "dtypes": ["float32"],
+        "shapes": [[2]],
+        "group_name": "group",
+        "flush_cache": True,
+        "weight_version": "7",
+        "load_format": "flattened_bucket",
+    }
+
+
+def test_a_gate_that_stays_closed_is_an_error(fake_server, make_client):
+    url, calls = fake_server(lambda path, n: (200, response()))
+    client = make_client([url], request_timeout_s=0.2)
+    client.close_gate()
+    with pytest.raises(RunError, match="the gate stayed closed for 0.2 s"):
+        client.generate([PROMPT], 1, WordTokenizer())
+    assert not calls
+
+
+@pytest.mark.parametrize(
+    "answer, message",
+    [
+        (response(reason={"type": "stop", "matched": "NaN happened"}), "stopped at 'NaN happened', not at its last"),
+        (response(reason={"type": "stop", "matched": 3}), "stopped at 3, not at its last token"),
+        (response(reason={"type": "length", "length": 2}), "cut a response at 2 tokens, asked for 9.*max_total_tokens"),
+        (response(logprobs=[[-0.5, 11, None]]), "1 log-probs do not belong to the 2 tokens"),
+        (response(logprobs=[[-0.5, 11, None], [-0.5, 3, None]]), "2 log-probs do not belong to the 2 tokens"),
+        (response(logprobs=[[-0.5, 11, None], [float("nan"), 2, None]]), "not finite"),
+        (response(version="default"), "weight_version 'default' is not one of megarl's"),
+    ],
+)
+def test_a_response_that_cannot_be_trained_on_is_refused(answer, message):
+    with pytest.raises(RunError, match=f"http://s.*{message}"):
+        read_response("http://s", PROMPT, answer, limit=9, with_logprobs=True)
+
+
+def test_scores_of_other_tokens_are_refused():
+    answer = {"meta_info": {"input_token_logprobs": [[None, 1, None], [-0.25, 2, None]]}}
+    assert input_logprobs("http://s", [1, 2], answer) == [0.0, -0.25]
+    with pytest.raises(RunError, match="other tokens than the 3"):
+        input_logprobs("http://s", [1, 2, 3], answer)

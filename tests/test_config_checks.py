@@ -1,0 +1,188 @@
+"""Keys against each other, the model folder, the files, the machine: refused with numbers and valid choices."""
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+from config_folder import QWEN_0_5B, folder, only, refusal  # noqa: F401
+
+from megarl.config import load, resolve_device
+
+
+# O13: parallel sizes against the model
+
+
+@pytest.mark.parametrize("size", [3, 4, 7])
+def test_tensor_parallel_must_divide_heads_and_groups(folder, size):
+    line = only(refusal(f"roles.actor.tensor_parallel={size}", f"roles.actor.gpus_per_node={size}"))
+    assert line == (
+        f"override roles.actor.tensor_parallel={size}: given {size}, but the model has 14 attention heads, 2 key/value "
+        "heads and intermediate size 4864, and it must divide all three (more ranks than key/value heads is not "
+        "supported for the actor); valid: 1, 2"
+    )
+
+
+def test_pipeline_parallel_must_divide_the_layers(folder):
+    line = only(refusal("roles.actor.pipeline_parallel=5", "roles.actor.gpus_per_node=5"))
+    assert "must divide the model's 24 layers; valid: 1, 2, 3, 4, 6, 8, 12, 24" in line
+
+
+def test_rollout_tensor_parallel_must_divide_the_heads_and_may_copy_groups(folder):
+    assert "given 4, but the model has 14 attention heads" in only(refusal("rollout.tensor_parallel=4"))
+    assert only(refusal("rollout.tensor_parallel=7")).endswith("; valid: 1, 2")  # 7 and 2 groups: neither divides
+    wide = QWEN_0_5B | {"num_attention_heads": 16}
+    Path("model/config.json").write_text(json.dumps(wide))
+    assert load("base.yaml", ["rollout.tensor_parallel=8"]).rollout.tensor_parallel == 8
+
+
+def test_sizes_that_fit_are_accepted(folder):
+    sizes = ["tensor_parallel=2", "pipeline_parallel=4", "gpus_per_node=8", "nodes=2"]
+    config = load("base.yaml", [f"roles.actor.{size}" for size in sizes] + ["rollout.tensor_parallel=2"])
+    assert config.roles.actor.data_parallel == 2
+
+
+def test_the_world_must_be_a_multiple_of_tensor_times_pipeline(folder):
+    line = only(refusal("roles.actor.gpus_per_node=3", "roles.actor.tensor_parallel=2"))
+    assert line == (
+        "override roles.actor.gpus_per_node=3: nodes * gpus_per_node = 1 * 3 = 3 is not divisible by tensor_parallel * "
+        "pipeline_parallel = 2 * 1 = 2; nearest valid gpus_per_node: 2, 4"
+    )
+
+
+def test_a_tensor_parallel_group_stays_within_a_node(folder):
+    lines = refusal("roles.actor.nodes=2", "roles.actor.tensor_parallel=2")
+    assert only(lines).endswith("the 1 gpus_per_node must hold whole tensor-parallel groups; valid: 1")
+
+
+# The model folder and the data
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported"),
+        ({"num_hidden_layers": None}, "no key 'num_hidden_layers'"),
+        ({"use_sliding_window": True}, "use_sliding_window is not supported for qwen2"),
+    ],
+)
+def test_an_unsupported_model_is_refused(folder, content, reason):
+    hf = {key: value for key, value in (QWEN_0_5B | content).items() if value is not None}
+    Path("model/config.json").write_text(json.dumps(hf))
+    line = only(refusal())
+    assert line.startswith("base.yaml:2: model.path: ")
+    assert reason in line
+
+
+def test_a_broken_model_folder_is_refused(folder):
+    assert only(refusal("model.path=none")) == "override model.path=none: no such folder: none"
+    Path("model/config.json").write_text("{\n,")
+    assert "model/config.json:2: not valid JSON" in only(refusal())
+    Path("model/config.json").unlink()
+    assert only(refusal()) == "base.yaml:2: model.path: no config.json in model"
+
+
+def test_weights_and_tokenizer_must_be_there(folder):
+    Path("model/model.safetensors").unlink()
+    Path("model/tokenizer.json").unlink()
+    assert refusal() == [
+        "base.yaml:2: model.path: no *.safetensors in model",
+        "base.yaml:2: model.path: no tokenizer in model: tokenizer.json or tokenizer_config.json or tokenizer.model",
+    ]
+    Path("model/tokenizer.model").touch()
+    only(refusal())
+
+
+def test_prompt_and_response_must_fit_the_context(folder):
+    load("base.yaml", ["data.max_prompt_tokens=32000", "rollout.sampling.max_new_tokens=768"])
+    line = only(refusal("data.max_prompt_tokens=32000", "rollout.sampling.max_new_tokens=769"))
+    assert "32000 + 769 = 32769 is more than the model's max_position_embeddings = 32768" in line
+
+
+def test_data_files_must_exist(folder):
+    lines = refusal("data.train=a.jsonl", "data.validation=model", "warm_start.data=c.jsonl")
+    assert [line.split(": ")[-1] for line in lines] == ["a.jsonl", "model", "c.jsonl"]
+
+
+def test_toy_files_need_not_exist_yet_but_must_be_ones_that_the_toy_writes(folder):
+    toy = ["toy={}", "model.path=./runs/toy/model", "data.max_prompt_tokens=64", "rollout.sampling.max_new_tokens=16"]
+    load("base.yaml", [*toy, "data.train=runs/toy/train.jsonl", "warm_start.data=runs/toy/warm_start.jsonl"])
+    assert "no such file" in only(refusal(*toy, "data.train=runs/toy/trian.jsonl"))
+    assert "4 attention heads, 2 key/value heads" in only(refusal(*toy, "rollout.tensor_parallel=3"))
+    assert "no such folder" in only(refusal("model.path=runs/toy/model"))
+
+
+# Algorithm and sampling
+
+
+def test_grpo_needs_a_group(folder):  # O07
+    assert only(refusal("algorithm.group_size=1")) == (
+        "override algorithm.group_size=1: grpo needs group_size >= 2, given 1"
+    )
+
+
+def test_the_mini_batch_must_divide_the_step(folder):  # O12
+    line = only(refusal("algorithm.prompts_per_step=3", "algorithm.group_size=2", "algorithm.mini_batch_size=5"))
+    assert line == (
+        "override algorithm.mini_batch_size=5: given 5, but algorithm.prompts_per_step * algorithm.group_size = "
+        "3 * 2 = 6 is not a multiple of it; nearest valid mini_batch_size: 3, 6; nearest valid prompts_per_step: 5"
+    )
+    batch = {"prompts_per_step": 5, "group_size": 2, "mini_batch_size": 5}
+    config = load("base.yaml", [f"algorithm.{key}={value}" for key, value in batch.items()])
+    assert config.algorithm.samples_per_update == 5
+
+
+def test_each_data_parallel_rank_needs_a_sample(folder):  # O12
+    batch = ["algorithm.prompts_per_step=3", "algorithm.group_size=2"]
+    load("base.yaml", [*batch, "roles.actor.gpus_per_node=4"])
+    assert "an update has 6 samples" in only(refusal(*batch, "roles.actor.gpus_per_node=8"))
+    line = only(refusal(*batch, "algorithm.mini_batch_size=3", "roles.actor.gpus_per_node=4"))
+    assert "an update has 3 samples" in line
+    assert "fewer than the 4 data-parallel ranks" in line
+
+
+def test_sampling_that_cuts_the_distribution_is_refused(folder):
+    lines = refusal("rollout.sampling.top_p=0.9", "rollout.sampling.top_k=40")
+    assert "given 0.9, allowed for training: 1.0" in lines[0]
+    assert "given 40, allowed for training: -1" in lines[1]
+
+
+def test_a_kl_term_needs_the_reference(folder):
+    load("base.yaml", ["algorithm.kl_coefficient=0.1"])
+    load("base.yaml", ["roles.reference.enabled=false"])
+    line = only(refusal("algorithm.kl_coefficient=0.1", "roles.reference.enabled=false"))
+    assert line.endswith("given 0.1, but the KL term needs roles.reference.enabled: true")
+
+
+def test_an_unknown_reward_lists_the_known_ones(folder):
+    line = only(refusal("algorithm.reward=gms8k"))
+    assert "given 'gms8k', valid: " in line
+    assert "gsm8k" in line.split("valid: ")[1]
+
+
+@pytest.mark.parametrize("name", ["''", "a/b", "..", ".hidden"])
+def test_a_name_that_is_no_folder_name_is_refused(folder, name):
+    assert "it names a folder" in only(refusal(f"name={name}"))
+
+
+# Ports and device
+
+
+def test_ports_are_counted_bounded_distinct_and_free(folder):
+    assert "2 ports for 3 rollout.servers" in only(refusal("rollout.servers=3", "rollout.ports=[1025, 1026]"))
+    assert "port 70000 is outside 1..65535" in only(refusal("rollout.ports=[70000]"))
+    assert "port 40001 is given 2 times" in only(refusal("rollout.servers=2", "rollout.ports=[40001, 40001]"))
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        port = server.getsockname()[1]
+        assert only(refusal(f"rollout.ports=[{port}]")) == f"override rollout.ports=[{port}]: port {port} is in use"
+    assert load("base.yaml", [f"rollout.ports=[{port}]"]).rollout.ports == [port]
+
+
+def test_hidden_gpus_make_auto_the_cpu_and_cuda_an_error(folder, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert resolve_device(load("base.yaml", ["device=auto"])) == "cpu"
+    assert "no GPU is seen with CUDA_VISIBLE_DEVICES=''" in only(refusal("device=cuda"))
+    remote = load("base.yaml", ["device=cuda", "cluster.ray_address=head:6379"])  # its GPUs are not this machine's
+    assert resolve_device(remote) == "cuda"

@@ -1,0 +1,33 @@
+#!/usr/bin/env python3
+"""Convert a checkpoint of a run to a Hugging Face folder.
+
+    tools/convert_ckpt.py --to-hf RUN_OR_CKPT OUT
+"""
+
+import argparse
+import os
+import sys
+import warnings
+
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch loads: a conversion needs no GPU and must not disturb one
+warnings.simplefilter("ignore")  # Megatron's, on what else could be installed
+
+from megarl.engine.hf.export import export_hf
+from megarl.errors import ConfigError
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--to-hf", nargs=2, metavar=("RUN_OR_CKPT", "OUT"), required=True)
+    options = parser.parse_args()
+    try:
+        source = export_hf(*options.to_hf)
+    except ConfigError as error:
+        print(f"convert_ckpt: error: {error}", file=sys.stderr)
+        return 2
+    print(f"wrote {options.to_hf[1]} from {source}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
