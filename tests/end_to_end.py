@@ -1,0 +1,93 @@
+"""Run the command line as a user does, and look for anything that it leaves behind."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+TAG = "MEGARL_TEST_RUN"  # in the environment of a run and so of all its descendants
+
+
+class Run:
+    """`megarl train ...` as a child; use as a context, which fails if any process or shared memory outlives it."""
+
+    def __init__(self, folder: Path, *arguments: str):
+        self.folder = folder
+        self.tag = uuid.uuid4().hex
+        self.shared_memory = shared_memory()
+        self.output_path = folder / "output.txt"
+        environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"} | {TAG: self.tag}
+        with open(self.output_path, "wb") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "megarl", "train", *arguments],
+                cwd=folder,
+                env=environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.process.kill()
+        self.process.wait()
+        left = wait_until(lambda: not self.descendants(), 30) or self.descendants()
+        for pid in self.descendants():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, 9)
+        if exception == (None, None, None):
+            assert left is True, f"processes outlived the run: {left}"
+            assert wait_until(lambda: shared_memory() <= self.shared_memory, 10), shared_memory() - self.shared_memory
+
+    @property
+    def output(self) -> str:
+        return self.output_path.read_text(errors="replace")
+
+    def wait(self, timeout_s: float) -> int:
+        """The exit code; fails with the output where the run takes longer."""
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still running after {timeout_s} s:\n{self.output}") from None
+
+    def wait_for_step(self, path: Path, step: int, timeout_s: float) -> None:
+        assert wait_until(
+            lambda: self.process.poll() is not None or any(m["step"] >= step for m in steps(path)), timeout_s
+        ), self.output
+        assert self.process.poll() is None, self.output
+
+    def descendants(self) -> dict[int, str]:
+        """pid -> command line of every living process of this run."""
+        found = {}
+        for path in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if f"{TAG}={self.tag}".encode() in (path / "environ").read_bytes():
+                    found[int(path.name)] = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode()[:200]
+        return found
+
+
+def steps(run_path: Path) -> list[dict]:
+    """The lines of metrics.jsonl that are RL steps."""
+    file = run_path / "metrics.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    return [line for line in lines if "reward/mean" in line]
+
+
+def shared_memory() -> set[str]:
+    return set(os.listdir("/dev/shm"))
+
+
+def wait_until(condition, timeout_s: float) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.5)
+    return True

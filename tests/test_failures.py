@@ -1,0 +1,100 @@
+"""Every failure ends within seconds, with one clear sentence, the right exit code, and nothing left behind."""
+
+import os
+import signal
+import socket
+
+import pytest
+from end_to_end import ROOT, Run, steps, wait_until
+
+QUICKSTART = str(ROOT / "configs/quickstart.yaml")
+START_S = 300  # for a run to begin its first step on two busy cores
+SHORT = ("name=test", "warm_start.data=null", "data.validation=null", "trainer.steps=10000")
+ENDS_S = 60
+
+
+def assert_one_sentence(run: Run, *parts: str) -> None:
+    lines = [line for line in run.output.splitlines() if line.startswith("megarl: error: ")]
+    assert len(lines) == 1 and "Traceback" not in run.output, run.output
+    for part in parts:
+        assert part in run.output, run.output
+
+
+@pytest.mark.parametrize(
+    "override, message",
+    [
+        ("model.path=nowhere", "model.path"),
+        ("roles.actor.tensor_parallel=3", "roles.actor.tensor_parallel"),
+        ("rollout.temprature=0.7", "did you mean rollout.sampling.temperature?"),
+        ("algorithm.prompts_per_step=100000", "4096 prompts after filtering < algorithm.prompts_per_step=100000"),
+    ],
+)
+def test_wrong_input_is_refused_before_anything_starts(tmp_path, override, message):
+    with Run(tmp_path, QUICKSTART, *SHORT, override) as run:
+        assert run.wait(ENDS_S) == 2
+        assert_one_sentence(run, message)
+        assert not (tmp_path / "runs/test").exists()
+
+
+def test_an_unreadable_line_is_named_by_file_and_number(tmp_path):
+    (tmp_path / "bad.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n{"question": \n')
+    with Run(tmp_path, QUICKSTART, *SHORT, "data.train=bad.jsonl") as run:
+        assert run.wait(ENDS_S) == 2
+        assert_one_sentence(run, "bad.jsonl:2")
+
+
+def test_a_port_in_use_is_refused(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken, Run(
+        tmp_path, QUICKSTART, *SHORT, f"rollout.ports=[{taken.getsockname()[1]}]"
+    ) as run:
+        assert run.wait(ENDS_S) == 2
+        assert_one_sentence(run, f"port {taken.getsockname()[1]} is in use")
+
+
+def test_too_few_cpus_is_an_error_in_seconds_that_names_both_numbers(tmp_path):
+    with Run(tmp_path, QUICKSTART, *SHORT, "roles.actor.cpus_per_rank=1000") as run:
+        assert run.wait(ENDS_S) == 1
+        assert_one_sentence(run, "actor: 2000 CPU", f"has {os.cpu_count()} CPU")
+
+
+def test_a_server_that_dies_at_start_ends_the_run_with_its_last_words(tmp_path):
+    with Run(tmp_path, QUICKSTART, *SHORT, "rollout.server_args={quantization: nonsense}") as run:
+        assert run.wait(START_S) == 1
+        assert_one_sentence(run, "did not start", "logs/server-0.log", "nonsense")
+
+
+def test_ctrl_c_ends_everything(tmp_path):
+    """Also: trainer and server agree at a temperature other than 1."""
+    with Run(tmp_path, QUICKSTART, *SHORT, "rollout.sampling.temperature=0.7") as run:
+        run.wait_for_step(tmp_path / "runs/test", 2, START_S)
+        assert all(m["rollout/logprob_diff_mean"] < 1e-5 for m in steps(tmp_path / "runs/test"))
+        run.process.send_signal(signal.SIGINT)
+        assert run.wait(ENDS_S) == 130
+        assert_one_sentence(run, "interrupted")
+
+
+def test_a_killed_server_ends_the_run_and_is_named(tmp_path):
+    with Run(tmp_path, QUICKSTART, *SHORT, "rollout.max_retries=1") as run:
+        run.wait_for_step(tmp_path / "runs/test", 1, START_S)
+        schedulers = [pid for pid, command in run.descendants().items() if "sglang::scheduler" in command]
+        assert schedulers, run.descendants()
+        os.kill(schedulers[0], signal.SIGKILL)
+        assert run.wait(ENDS_S) == 1
+        assert_one_sentence(run, "http://127.0.0.1:", "server-0.log")
+
+
+def test_a_killed_rank_ends_the_run_and_is_named(tmp_path):
+    with Run(tmp_path, QUICKSTART, *SHORT) as run:
+        run.wait_for_step(tmp_path / "runs/test", 1, START_S)
+        ranks = [pid for pid, command in run.descendants().items() if "EngineWorker" in command]
+        assert len(ranks) == 2, run.descendants()
+        os.kill(ranks[1], signal.SIGKILL)
+        assert run.wait(ENDS_S) == 1
+        assert_one_sentence(run, "actor rank")
+
+
+def test_a_killed_trainer_leaves_nothing(tmp_path):
+    with Run(tmp_path, QUICKSTART, *SHORT) as run:
+        run.wait_for_step(tmp_path / "runs/test", 1, START_S)
+        os.kill(run.process.pid, signal.SIGKILL)
+        assert wait_until(lambda: not run.descendants(), ENDS_S), run.descendants()
