@@ -151,7 +151,7 @@ class Engine:
         return plan, batches
 
     def _run(self, batches, head, temperature, forward_only, entropy=False) -> list[dict]:
-        return run_microbatches(self.runnable, batches, head, self.shape.vocab_size, temperature, forward_only, entropy)
+        return run_microbatches(self.runnable, batches, head, self.shape, temperature, forward_only, entropy)
 
     @contextlib.contextmanager
     def _reference_weights(self):

@@ -77,10 +77,7 @@ def build_model(shape: ModelShape, config: TransformerConfig) -> GPTModel:
         post_process=parallel.is_last_stage(),
         parallel_output=True,
         share_embeddings_and_output_weights=shape.tied,
-        position_embedding_type="rope",
-        rotary_base=shape.rope_theta,
-        rope_scaling=shape.rope_factor is not None,
-        rope_scaling_factor=shape.rope_factor or 1.0,
+        position_embedding_type="none",  # PackedAttention has it
     )
     return model.to(parallel.device())
 

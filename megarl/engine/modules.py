@@ -1,16 +1,21 @@
-"""RMSNorm and core attention for Megatron's local layer spec: what a machine without transformer-engine needs.
+"""RMSNorm, rotary embedding and attention for Megatron's local layer spec: what transformer-engine brings elsewhere.
 
-Megatron's own torch norm refuses sequence parallelism and its DotProductAttention refuses packed sequences.
+Megatron's own torch norm refuses sequence parallelism, its DotProductAttention refuses packed sequences, and its
+unfused rotary embedding for them is a Python loop over the sequences of every layer.
 """
 
 import math
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 from torch.nn.attention.varlen import varlen_attn
 
 from megarl.engine import parallel
+from megarl.engine.hf.shape import ModelShape
+from megarl.sample import Batch
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -21,19 +26,62 @@ class RMSNorm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel
 
 
+@dataclass
+class PackedSequences(PackedSeqParams):
+    """Megatron's description of a packed micro-batch, with what its rotary embedding needs, computed once for all layers."""
+
+    cos: torch.Tensor | None = None  # [T, 1, head_dim]
+    sin: torch.Tensor | None = None
+
+
+def packed_sequences(batch: Batch, shape: ModelShape, dtype: torch.dtype) -> PackedSequences:
+    angles_TD = batch.positions[:, None].float() * inverse_frequencies(shape).to(batch.positions.device)
+    angles = torch.cat([angles_TD, angles_TD], dim=-1)[:, None]
+    return PackedSequences(
+        qkv_format="thd",
+        cu_seqlens_q=batch.cu_seqlens,
+        cu_seqlens_kv=batch.cu_seqlens,
+        max_seqlen_q=batch.max_seqlen,
+        max_seqlen_kv=batch.max_seqlen,
+        cos=angles.cos().to(dtype),
+        sin=angles.sin().to(dtype),
+    )
+
+
+def inverse_frequencies(shape: ModelShape) -> torch.Tensor:
+    """[head_dim / 2] float32. RoFormer (arXiv:2104.09864) section 3.2.2; with Llama 3.1's scaling, which divides the
+    frequencies of wavelengths beyond the old context by `factor` and blends in between."""
+    exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
+    frequencies = 1.0 / shape.rope_theta**exponents
+    scaling = shape.rope_scaling
+    if scaling is None:
+        return frequencies
+    turns = scaling.old_context * frequencies / (2 * math.pi)  # over the old context
+    blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    blend = blend.clamp(0.0, 1.0)
+    return (1 - blend) * frequencies / scaling.factor + blend * frequencies
+
+
 class PackedAttention(MegatronModule):
-    """Causal attention over packed `thd` sequences: query [T, heads, d], key and value [T, KV heads, d] -> [T, 1, heads*d]."""
+    """Rotary embedding and causal attention over packed sequences: query [T, heads, d], key and value [T, KV heads, d] ->
+    [T, 1, heads * d]."""
 
     def __init__(self, config, layer_number, attn_mask_type, attention_type, softmax_scale=None, **_):
         super().__init__(config=config)
         assert config.context_parallel_size == 1 and config.attention_dropout == 0.0
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
 
-    def forward(self, query, key, value, attention_mask=None, packed_seq_params=None, **_):
-        assert packed_seq_params is not None and packed_seq_params.qkv_format == "thd", "only packed batches are supported"
-        attend = _varlen_attention if query.dtype in (torch.bfloat16, torch.float16) and query.is_cuda else _sdpa_per_sequence
+    def forward(self, query, key, value, attention_mask=None, packed_seq_params: PackedSequences | None = None, **_):
+        assert packed_seq_params is not None, "only packed batches are supported"
+        query, key = (rotate(x, packed_seq_params.cos, packed_seq_params.sin) for x in (query, key))
+        attend = _varlen_attention if query.dtype in (torch.bfloat16, torch.float16) and query.is_cuda else _padded_attention
         out = attend(query, key, value, packed_seq_params, self.scale)
         return out.reshape(out.shape[0], 1, -1)
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-second, first], dim=-1) * sin
 
 
 def _varlen_attention(query, key, value, packed, scale):
@@ -44,14 +92,19 @@ def _varlen_attention(query, key, value, packed, scale):
     return varlen_attn(query, key, value, cu_seqlens, cu_seqlens, longest, longest, scale=scale, window_size=(-1, 0))
 
 
-def _sdpa_per_sequence(query, key, value, packed, scale):
-    """Exact in float32 on every device: one call per sequence."""
-    cu_seqlens = packed.cu_seqlens_q
-    lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).tolist()
+def _padded_attention(query, key, value, packed, scale):
+    """Exact in float32 on every device: the sequences side by side, padded at their end, where a causal mask hides it."""
+    cu_seqlens = packed.cu_seqlens_q.long()
+    tokens = torch.arange(query.shape[0], device=query.device)
+    rows = torch.searchsorted(cu_seqlens, tokens, right=True) - 1  # [T] which sequence
+    columns = tokens - cu_seqlens[rows]  # [T] place in it
+
+    def padded(x):
+        out = x.new_zeros(len(cu_seqlens) - 1, packed.max_seqlen_q, *x.shape[1:])
+        return out.index_put((rows, columns), x).transpose(1, 2)  # [B, heads, longest, d]
+
     grouped = query.shape[1] != key.shape[1]
-    outs = []
-    for q, k, v in zip(query.split(lengths), key.split(lengths), value.split(lengths)):
-        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # [1, heads, t, d]
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
-        outs.append(out.squeeze(0).transpose(0, 1))
-    return torch.cat(outs)
+    out = F.scaled_dot_product_attention(
+        padded(query), padded(key), padded(value), is_causal=True, scale=scale, enable_gqa=grouped
+    )
+    return out.transpose(1, 2)[rows, columns]

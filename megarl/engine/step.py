@@ -3,10 +3,12 @@
 from collections.abc import Callable
 
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_model_config
 
+from megarl.engine.hf.shape import ModelShape
 from megarl.engine.logprob import logprobs_and_entropy
+from megarl.engine.modules import packed_sequences
 from megarl.sample import Batch
 
 # (log-probs [T], entropy [T] or None, batch) -> (loss to differentiate, results of the micro-batch)
@@ -14,7 +16,7 @@ Head = Callable[[torch.Tensor, torch.Tensor | None, Batch], tuple[torch.Tensor, 
 
 
 def run_microbatches(
-    model, batches: list[Batch], head: Head, vocab_size: int, temperature: float, forward_only: bool, entropy: bool = False
+    model, batches: list[Batch], head: Head, shape: ModelShape, temperature: float, forward_only: bool, entropy: bool = False
 ) -> list[dict]:
     """The results of `head` for each micro-batch, in order, on the last pipeline stage; [] on the others.
 
@@ -23,11 +25,12 @@ def run_microbatches(
 
     def forward_step(iterator, model):
         batch = next(iterator)
-        output = model(batch.token_ids[None], batch.positions[None], None, packed_seq_params=packed_parameters(batch))
+        packed = packed_sequences(batch, shape, get_model_config(model).params_dtype)
+        output = model(batch.token_ids[None], batch.positions[None], None, packed_seq_params=packed)
         return output, lambda logits: _apply_head(logits.squeeze(0), batch)
 
     def _apply_head(logits_TV: torch.Tensor, batch: Batch):
-        logprobs_T, entropy_T = logprobs_and_entropy(logits_TV, batch.targets, vocab_size, temperature, entropy)
+        logprobs_T, entropy_T = logprobs_and_entropy(logits_TV, batch.targets, shape.vocab_size, temperature, entropy)
         loss, results = head(batch.align(logprobs_T), None if entropy_T is None else batch.align(entropy_T), batch)
         # Three outputs select the schedule's path that divides by nothing; the count is not used.
         return loss, torch.zeros([], dtype=torch.int, device=loss.device), results
@@ -42,12 +45,3 @@ def run_microbatches(
         forward_only=forward_only,
     )
 
-
-def packed_parameters(batch: Batch) -> PackedSeqParams:
-    return PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=batch.cu_seqlens,
-        cu_seqlens_kv=batch.cu_seqlens,
-        max_seqlen_q=batch.max_seqlen,
-        max_seqlen_kv=batch.max_seqlen,
-    )

@@ -13,13 +13,20 @@ VOCAB_SIZE = 101  # padded inside to 128 or 256
 LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 1), (1, 1, 2)]  # tensor, pipeline, data parallel
 
 
-@pytest.fixture(scope="module", params=[("qwen2", True), ("llama", False)], ids=["qwen2-tied", "llama-untied"])
+LLAMA3_ROPE = {
+    "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+MODELS = {"qwen2-tied": ("qwen2", True, {}), "llama3-untied": ("llama", False, {"rope_parameters": LLAMA3_ROPE})}
+
+
+@pytest.fixture(scope="module", params=MODELS.values(), ids=MODELS.keys())
 def reference(request, tmp_path_factory):
     """(model folder, sequences, HF logits per sequence, HF token-mean loss, HF gradient norm)."""
     from transformers import AutoModelForCausalLM
 
-    family, tied = request.param
-    folder = write_hf_model(tmp_path_factory.mktemp(family), family, tied, VOCAB_SIZE)
+    family, tied, overrides = request.param
+    folder = write_hf_model(tmp_path_factory.mktemp(family), family, tied, VOCAB_SIZE, **overrides)
     generator = torch.Generator().manual_seed(1)
     sequences = [torch.randint(0, VOCAB_SIZE, (n,), generator=generator).tolist() for n in (7, 19, 2, 13, 24)]
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

@@ -8,6 +8,16 @@ from megarl.errors import ConfigError
 
 
 @dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3.1's: see `megarl.engine.modules.inverse_frequencies`."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    old_context: int
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """What of an HF config decides the shapes; `hf` keeps the whole file."""
 
@@ -22,7 +32,7 @@ class ModelShape:
     tied: bool
     rms_norm_eps: float
     rope_theta: float
-    rope_factor: float | None  # of Llama 3's scaling; None: no scaling
+    rope_scaling: RopeScaling | None
     max_positions: int
     hf: dict
 
@@ -54,17 +64,21 @@ class ModelShape:
             tied=hf.get("tie_word_embeddings", False),
             rms_norm_eps=hf["rms_norm_eps"],
             rope_theta=float(rope.get("rope_theta") or hf.get("rope_theta") or 10000.0),
-            rope_factor=_rope_factor(rope, where),
+            rope_scaling=_rope_scaling(rope, where),
             max_positions=hf["max_position_embeddings"],
             hf=hf,
         )
 
 
-def _rope_factor(rope: dict, where: str) -> float | None:
+def _rope_scaling(rope: dict, where: str) -> RopeScaling | None:
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "default":
         return None
-    fixed = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-    if kind == "llama3" and all(rope.get(key) == value for key, value in fixed.items()):
-        return float(rope["factor"])
-    raise ConfigError(f"{where}: rope scaling {rope} is not supported; supported: none, or llama3 with {fixed}")
+    if kind != "llama3":
+        raise ConfigError(f"{where}: rope scaling {rope} is not supported; supported: none, or rope_type llama3")
+    return RopeScaling(
+        factor=float(rope["factor"]),
+        low_freq_factor=float(rope["low_freq_factor"]),
+        high_freq_factor=float(rope["high_freq_factor"]),
+        old_context=rope["original_max_position_embeddings"],
+    )
