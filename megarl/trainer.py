@@ -47,11 +47,11 @@ def train(config: Config, command: list[str]) -> Path:
         stack.callback(run.close)
         console.line(f"megarl: run directory {run.path}, device {device}")
         cluster = stack.enter_context(Cluster(config, device, run.logs))
-        cluster.start_servers()
+        cluster.start_servers()  # they import for half a minute: all at the same time
         console.line(f"starting {config.roles.actor.world_size} actor ranks and {config.rollout.servers} rollout servers")
         actor = cluster.start_actor()
         if inputs.warm_start:
-            warm_start(actor, inputs.warm_start, config, run, console)
+            warm_start(actor, inputs.warm_start, config, cluster, run, console)
         if config.roles.reference.enabled:
             actor.capture_reference()
         actor.use_optimizer(config.roles.actor.optimizer)

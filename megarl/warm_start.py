@@ -4,13 +4,16 @@ import random
 
 from megarl.algorithms.losses import sft_loss
 from megarl.cluster.actor import ActorGroup
+from megarl.cluster.cluster import Cluster
 from megarl.config import Config, OptimizerConfig, WarmStartConfig
 from megarl.monitor.console import Console
 from megarl.monitor.run_directory import RunDirectory
 from megarl.sample import Sample
 
 
-def warm_start(actor: ActorGroup, samples: list[Sample], config: Config, run: RunDirectory, console: Console) -> None:
+def warm_start(
+    actor: ActorGroup, samples: list[Sample], config: Config, cluster: Cluster, run: RunDirectory, console: Console
+) -> None:
     settings = config.warm_start
     optimizer = OptimizerConfig(learning_rate=settings.learning_rate, weight_decay=settings.weight_decay)
     actor.use_optimizer(optimizer)
@@ -18,6 +21,7 @@ def warm_start(actor: ActorGroup, samples: list[Sample], config: Config, run: Ru
     batches = shuffled_batches(samples, settings.batch_size, settings.steps, config.seed)
     for step, batch in enumerate(batches, start=1):
         rate = settings.learning_rate * rate_factor(settings, step)
+        cluster.check_servers()  # they start meanwhile
         result = actor.train_step(batch, sft_loss, rate, temperature=1.0)
         run.log_metrics({"warm_start/step": step, "warm_start/loss": result["loss"], "warm_start/grad_norm": result["grad_norm"]})
         console.advance()

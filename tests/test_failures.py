@@ -1,4 +1,7 @@
-"""Every failure ends within seconds, with one clear sentence, the right exit code, and nothing left behind."""
+"""Every failure ends within seconds, with one clear sentence, the right exit code, and nothing left behind.
+
+The runs that are killed on the way differ in layout, so that each also shows that weights reach the servers under it.
+"""
 
 import os
 import signal
@@ -9,7 +12,7 @@ from end_to_end import ROOT, Run, steps, wait_until
 
 QUICKSTART = str(ROOT / "configs/quickstart.yaml")
 START_S = 300  # for a run to begin its first step on two busy cores
-SHORT = ("name=test", "warm_start.data=null", "data.validation=null", "trainer.steps=10000")
+SHORT = ("name=test", "warm_start.steps=100", "data.validation=null", "trainer.steps=10000")
 ENDS_S = 60
 
 
@@ -63,19 +66,28 @@ def test_a_server_that_dies_at_start_ends_the_run_with_its_last_words(tmp_path):
         assert_one_sentence(run, "did not start", "logs/server-0.log", "nonsense")
 
 
+def assert_servers_follow_the_actor(run: Run) -> None:
+    """After the sync of a step the servers' log-probs are those of its weights, which are not the first ones."""
+    found = steps(run.folder / "runs/test")
+    assert len(found) >= 2 and found[-1]["kl/ref"] > 0
+    assert all(m["rollout/logprob_diff_mean"] < 1e-5 for m in found)
+
+
 def test_ctrl_c_ends_everything(tmp_path):
     """Also: trainer and server agree at a temperature other than 1."""
     with Run(tmp_path, QUICKSTART, *SHORT, "rollout.sampling.temperature=0.7") as run:
         run.wait_for_step(tmp_path / "runs/test", 2, START_S)
-        assert all(m["rollout/logprob_diff_mean"] < 1e-5 for m in steps(tmp_path / "runs/test"))
+        assert_servers_follow_the_actor(run)
         run.process.send_signal(signal.SIGINT)
         assert run.wait(ENDS_S) == 130
         assert_one_sentence(run, "interrupted")
 
 
 def test_a_killed_server_ends_the_run_and_is_named(tmp_path):
-    with Run(tmp_path, QUICKSTART, *SHORT, "rollout.max_retries=1") as run:
-        run.wait_for_step(tmp_path / "runs/test", 1, START_S)
+    stages = ("roles.actor.tensor_parallel=1", "roles.actor.pipeline_parallel=2")
+    with Run(tmp_path, QUICKSTART, *SHORT, *stages, "rollout.max_retries=1") as run:
+        run.wait_for_step(tmp_path / "runs/test", 2, START_S)
+        assert_servers_follow_the_actor(run)
         schedulers = [pid for pid, command in run.descendants().items() if "sglang::scheduler" in command]
         assert schedulers, run.descendants()
         os.kill(schedulers[0], signal.SIGKILL)
@@ -84,8 +96,9 @@ def test_a_killed_server_ends_the_run_and_is_named(tmp_path):
 
 
 def test_a_killed_rank_ends_the_run_and_is_named(tmp_path):
-    with Run(tmp_path, QUICKSTART, *SHORT) as run:
-        run.wait_for_step(tmp_path / "runs/test", 1, START_S)
+    with Run(tmp_path, QUICKSTART, *SHORT, "rollout.servers=2", "rollout.cpus_per_server=0.5") as run:
+        run.wait_for_step(tmp_path / "runs/test", 2, START_S)
+        assert_servers_follow_the_actor(run)
         ranks = [pid for pid, command in run.descendants().items() if "EngineWorker" in command]
         assert len(ranks) == 2, run.descendants()
         os.kill(ranks[1], signal.SIGKILL)
@@ -94,7 +107,8 @@ def test_a_killed_rank_ends_the_run_and_is_named(tmp_path):
 
 
 def test_a_killed_trainer_leaves_nothing(tmp_path):
-    with Run(tmp_path, QUICKSTART, *SHORT) as run:
-        run.wait_for_step(tmp_path / "runs/test", 1, START_S)
+    with Run(tmp_path, QUICKSTART, *SHORT, "rollout.tensor_parallel=2") as run:
+        run.wait_for_step(tmp_path / "runs/test", 2, START_S)
+        assert_servers_follow_the_actor(run)
         os.kill(run.process.pid, signal.SIGKILL)
         assert wait_until(lambda: not run.descendants(), ENDS_S), run.descendants()

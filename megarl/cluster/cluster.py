@@ -43,7 +43,7 @@ class Cluster:
         self._on_exit.close()
 
     def start_servers(self) -> None:
-        """Start all rollout servers and return at once; `wait_servers` waits for them."""
+        """Start all rollout servers and return at once; `wait_servers` waits for them, `check_servers` does not."""
         rollout, model = self.config.rollout, self.config.model
         for index, group in enumerate(self._groups[self.config.roles.actor.nodes :]):
             options = self._in_bundle(group, 0, rollout.cpus_per_server, rollout.tensor_parallel, {})
@@ -60,13 +60,15 @@ class Cluster:
             )
             self._servers.append(server)
             self._on_exit.callback(_stop_server, server)
-        self._starting = [server.start.remote() for server in self._servers]
+        self._ready = [server.start.remote() for server in self._servers]
 
     def wait_servers(self) -> list[str]:
         """The servers' URLs, once all of them generate. Raises RunError with the log's end of one that does not."""
-        limit = self.config.rollout.start_timeout_s + STOP_TIMEOUT_S
-        _get(self._starting, "starting the rollout servers", limit)
-        return _get([server.wait_ready.remote() for server in self._servers], "waiting for the rollout servers", limit)
+        return _get(self._ready, "starting the rollout servers", self.config.rollout.start_timeout_s + STOP_TIMEOUT_S)
+
+    def check_servers(self) -> None:
+        """Raise RunError now if a server that was started has failed already."""
+        _get(ray.wait(self._ready, num_returns=len(self._ready), timeout=0)[0], "starting the rollout servers", 0)
 
     def server_deaths(self) -> list[str]:
         """For each server that is dead, how it died."""

@@ -75,10 +75,9 @@ class ServerWorker:
 
         self.server = Server(log_path=log_path, **server_arguments)
 
-    def start(self) -> None:
+    def start(self) -> str:
+        """The server's URL, once it generates."""
         self.server.start()
-
-    def wait_ready(self) -> str:
         self.server.wait_ready()
         return self.server.url
 

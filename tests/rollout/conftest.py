@@ -3,6 +3,7 @@
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from rollout_reference import CONTEXT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megarl.config import SamplingConfig
@@ -10,7 +11,6 @@ from megarl.data import toy
 from megarl.rollout.client import RolloutClient
 from megarl.rollout.server import Server
 
-CONTEXT = 256
 SHARPEN = 6.0  # the toy's initialisation is too flat: wrongly aligned log-probs would hardly differ
 
 
@@ -69,11 +69,3 @@ def make_client():
     yield make
     for client in clients:
         client.close()
-
-
-@torch.no_grad()
-def reference_logprobs(model, token_ids: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
-    """[L] log p(token t | tokens before t) of logits / temperature, by transformers; 0 for the first token."""
-    logits_LV = model(token_ids[None]).logits[0].float() / temperature
-    logprobs = logits_LV[:-1].log_softmax(-1).gather(-1, token_ids[1:, None])[:, 0]
-    return torch.cat([torch.zeros(1), logprobs])

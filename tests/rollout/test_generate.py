@@ -5,7 +5,7 @@ import time
 
 import pytest
 import torch
-from conftest import CONTEXT, reference_logprobs
+from rollout_reference import CONTEXT, reference_logprobs
 
 from megarl.errors import RunError
 from megarl.rollout.server import NEVER_PUSHED

@@ -6,7 +6,7 @@ import uuid
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import reference_logprobs
+from rollout_reference import reference_logprobs
 
 from megarl.errors import RunError
 from megarl.rollout.server import NEVER_PUSHED, free_port

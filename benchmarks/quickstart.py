@@ -1,0 +1,81 @@
+#!/usr/bin/env python3
+"""Does the quickstart learn? Seeds 1, 2, 3 and a control whose rewards are shuffled; about 20 minutes on two cores.
+
+    .venv/bin/python benchmarks/quickstart.py [--out benchmarks/results/quickstart_cpu.json]
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+RUNS = {"seed 1": ["seed=1"], "seed 2": ["seed=2"], "seed 3": ["seed=3"], "shuffled": ["seed=1", "debug.shuffle_rewards=true"]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/quickstart_cpu.json")
+    out = parser.parse_args().out
+    results = {label: run(label, overrides) for label, overrides in RUNS.items()}
+    env = results["seed 1"].pop("env")
+    for result in results.values():
+        result.pop("env", None)
+    report = {
+        "command": "python benchmarks/quickstart.py",
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": {"cpu": cpu_name(), "cores": len(os.sched_getaffinity(0)), "platform": platform.platform()},
+        "versions": env["versions"],
+        "git": env["git"],
+        "runs": results,
+    }
+    out.write_text(json.dumps(report, indent=2) + "\n")
+    print(table(results))
+
+
+def run(label: str, overrides: list[str]) -> dict:
+    name = f"benchmark-{label.replace(' ', '-')}-{time.strftime('%Y%m%d-%H%M%S')}"
+    command = [sys.executable, "-m", "megarl", "train", "configs/quickstart.yaml", f"name={name}", *overrides]
+    start = time.perf_counter()
+    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, timeout=1800)
+    seconds = time.perf_counter() - start
+    folder = ROOT / "runs" / name
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "reward/mean" in line]
+    rewards = [round(line["reward/mean"], 4) for line in steps]
+    accuracy = [line["validation/reward_mean"] for line in lines if "validation/reward_mean" in line]
+    return {
+        "overrides": overrides,
+        "wall_s": round(seconds, 1),
+        "first_10": statistics.mean(rewards[:10]),
+        "last_10": statistics.mean(rewards[-10:]),
+        "held_out_before": accuracy[0],
+        "held_out_after": accuracy[-1],
+        "logprob_diff_mean_max": max(line["rollout/logprob_diff_mean"] for line in steps),
+        "step_s_median": statistics.median(line["time/step_s"] for line in steps),
+        "tokens_per_s_median": statistics.median(line["perf/tokens_per_s"] for line in steps),
+        "rewards": rewards,
+        "env": json.loads((folder / "env.json").read_text()),
+    }
+
+
+def table(results: dict) -> str:
+    rows = ["| run | mean reward, first 10 -> last 10 steps | held-out accuracy | wall time |", "|---|---|---|---|"]
+    for label, r in results.items():
+        reward = f"{r['first_10']:.2f} -> {r['last_10']:.2f} ({r['last_10'] - r['first_10']:+.2f})"
+        rows.append(f"| {label} | {reward} | {r['held_out_before']:.2f} -> {r['held_out_after']:.2f} | {r['wall_s']:.0f} s |")
+    return "\n".join(rows)
+
+
+def cpu_name() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,13 @@
+"""What transformers says of the same tokens."""
+
+import torch
+
+CONTEXT = 256  # of the toy model
+
+
+@torch.no_grad()
+def reference_logprobs(model, token_ids: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
+    """[L] log p(token t | tokens before t) of logits / temperature, by transformers; 0 for the first token."""
+    logits_LV = model(token_ids[None]).logits[0].float() / temperature
+    logprobs = logits_LV[:-1].log_softmax(-1).gather(-1, token_ids[1:, None])[:, 0]
+    return torch.cat([torch.zeros(1), logprobs])
