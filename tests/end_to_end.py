@@ -22,6 +22,7 @@ class Run:
         self.shared_memory = shared_memory()
         self.output_path = folder / "output.txt"
         environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"} | {TAG: self.tag}
+        environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         with open(self.output_path, "wb") as output:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "megarl", "train", *arguments],

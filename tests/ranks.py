@@ -5,8 +5,12 @@ import socket
 import time
 import traceback
 
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["megarl.engine.engine", "megarl.engine.checkpoint"])
+import torch
+
+# A fork server pays Megatron's imports once; but these look for GPUs, and CUDA does not survive a fork.
+CONTEXT = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
+if not torch.cuda.is_available():
+    CONTEXT.set_forkserver_preload(["megarl.engine.engine", "megarl.engine.checkpoint"])
 
 
 def run_ranks(function, world_size: int, *args, tensor_parallel: int = 1, pipeline_parallel: int = 1, timeout_s: float = 120):

@@ -18,14 +18,13 @@ import uuid
 from pathlib import Path
 
 from megarl.errors import ConfigError, RunError
+from megarl.rollout.launch import KILL_S, TERMINATE_S, living_members
 from megarl.rollout.server_args import check_server_args, to_flags
 
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 CPU_OPS = Path(__file__).resolve().parent / "sglang_cpu_ops"
 NEVER_PUSHED = -1  # the weight version of a server that still has the weights of its model folder
 PORT_ATTEMPTS = 3  # with ports of our own choice
-TERMINATE_S = 3.0  # between SIGTERM and SIGKILL; SGLang waits for running requests, which nobody wants any more
-KILL_S = 30.0  # for the kernel to end a killed process: a GPU's memory has to be unmapped
 POLL_S = 0.5
 HEALTH_TIMEOUT_S = 25.0  # SGLang answers /health after one generated token, or 503 after 20 s
 
@@ -113,7 +112,7 @@ class Server:
         while not self._answers():
             code = self._process.poll()
             if code is not None and self._port_was_taken() and self._spawned < PORT_ATTEMPTS:
-                self._end_group()
+                self.stop()
                 self._spawn()
             elif code is not None:
                 self.stop()
@@ -138,17 +137,17 @@ class Server:
         return f"the SGLang server on {self.host}:{self.port} {state}; {self._log_text()}"
 
     def stop(self) -> None:
-        """SIGTERM, then SIGKILL for the whole process group. Returns when no process is left; may be called again."""
+        """End the server and wait until no process of it is left; may be called again."""
         if self._process is None:
             return
-        if self._process.poll() is None:
-            # Only the leader: it ends its children itself and would take their deaths for crashes.
-            self._process.terminate()
-            try:
-                self._process.wait(TERMINATE_S)
-            except subprocess.TimeoutExpired:
-                pass  # SIGKILL follows in any case
-        self._end_group()
+        self._process.terminate()  # the guardian (launch.py) ends all others
+        try:
+            self._process.wait(TERMINATE_S + 2 * KILL_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()  # and the kernel ends the others with it
+            self._process.wait(KILL_S)
+        if members := living_members(self._process.pid):
+            raise RunError(f"processes {members} of an SGLang server survived SIGKILL for {KILL_S:g} s")
 
     def command(self) -> list[str]:
         defaults = CPU_DEFAULTS if self.device == "cpu" else CUDA_DEFAULTS
@@ -183,7 +182,7 @@ class Server:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # its own process group, and no Ctrl-C of the terminal's
+                start_new_session=True,  # no Ctrl-C of the terminal's, and all of the server's processes are found
             )
 
     def _answers(self) -> bool:
@@ -197,19 +196,6 @@ class Server:
         except (OSError, ValueError):  # refused, reset, late, 503, or no JSON: not ours or not yet
             return False
         return [model.get("id") for model in models.get("data", [])] == [self._name]
-
-    def _end_group(self) -> None:
-        group = self._process.pid
-        try:
-            os.killpg(group, signal.SIGKILL)
-        except ProcessLookupError:
-            pass  # all gone
-        deadline = time.monotonic() + KILL_S
-        self._process.wait(KILL_S)
-        while members := living_members(group):
-            if time.monotonic() > deadline:
-                raise RunError(f"processes {members} of an SGLang server survived SIGKILL for {KILL_S:g} s")
-            time.sleep(0.05)
 
     def _log_since_start(self) -> str:
         with open(self.log_path, "rb") as log:
@@ -232,6 +218,7 @@ def environment(device: str, tensor_parallel: int) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",
+        "JOBLIB_MULTIPROCESSING": "0",  # some import brings it in, and its semaphores would outlive a killed server
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # CONTEXT_SLACK
         "SGLANG_KILLPG_ON_SCHEDULER_EXCEPTION": "1",  # a crash ends the whole server, now
         "SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS": "1",  # else it lingers for a minute
@@ -291,15 +278,3 @@ def log_excerpt(text: str, num_lines: int = 12) -> str:
     head = [errors[-1]] if errors and errors[-1] not in tail else []
     return "\n".join(f"  | {line[:400]}" for line in head + tail) or "  | (empty)"
 
-
-def living_members(process_group: int) -> list[int]:
-    """Pids of a process group's members that are not zombies."""
-    members = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, _, group = path.read_text().rpartition(")")[2].split()[:3]
-        except OSError:
-            continue  # ended in between
-        if int(group) == process_group and state not in "ZX":
-            members.append(int(path.parent.name))
-    return members

@@ -11,7 +11,8 @@ import time
 import pytest
 
 from megarl.errors import ConfigError, RunError
-from megarl.rollout.server import Server, free_port, living_members, log_excerpt
+from megarl.rollout.launch import living_members
+from megarl.rollout.server import Server, free_port, log_excerpt
 from megarl.rollout.server_args import check_server_args, to_flags
 
 START_S = 120
@@ -103,20 +104,20 @@ def test_a_late_server_is_stopped_with_its_log_in_the_error(model_folder, tmp_pa
 
 def test_no_process_outlives_a_supervisor_that_is_killed_during_the_start(model_folder, tmp_path):
     """Killed at the worst moment: SGLang's own children exist and have not yet asked to die with their parent."""
-    supervisor, group = start_supervisor(model_folder, tmp_path, "")
-    wait_until(lambda: len(living_members(group)) >= 3, "SGLang's children", START_S)
+    supervisor, session = start_supervisor(model_folder, tmp_path, "")
+    wait_until(lambda: len(living_members(session)) >= 4, "SGLang's children", START_S)
     supervisor.send_signal(signal.SIGKILL)
     supervisor.wait()
-    wait_until(lambda: not living_members(group), "the end of all server processes", GONE_S)
+    wait_until(lambda: not living_members(session), "the end of all server processes", GONE_S)
 
 
 @pytest.mark.soak
 def test_no_process_outlives_a_supervisor_that_is_killed_in_service(model_folder, tmp_path):
-    supervisor, group = start_supervisor(model_folder, tmp_path, "server.wait_ready(); print('ready', flush=True);")
+    supervisor, session = start_supervisor(model_folder, tmp_path, "server.wait_ready(); print('ready', flush=True);")
     assert supervisor.stdout.readline() == "ready\n"
     supervisor.send_signal(signal.SIGKILL)
     supervisor.wait()
-    wait_until(lambda: not living_members(group), "the end of all server processes", GONE_S)
+    wait_until(lambda: not living_members(session), "the end of all server processes", GONE_S)
 
 
 @pytest.mark.soak
@@ -128,19 +129,19 @@ def test_a_port_taken_meanwhile_is_replaced_and_a_killed_scheduler_ends_the_serv
             taken = server.port
             server.wait_ready()
         assert server.port != taken
-        group = server._process.pid
-        scheduler = next(pid for pid in living_members(group) if "scheduler" in command_line(pid))
+        session = server._process.pid
+        scheduler = next(pid for pid in living_members(session) if "scheduler" in command_line(pid))
         os.kill(scheduler, signal.SIGKILL)
         wait_until(lambda: not server.alive(), "the end of a server without scheduler", START_S)
         assert "ended with" in server.death_report()
     finally:
         server.stop()
-    assert living_members(group) == []
+    assert living_members(session) == []
     server.stop()
 
 
 def start_supervisor(model_folder, tmp_path, then):
-    """A process of its own that starts a server, prints the server's process group, does `then`, and waits."""
+    """A process of its own that starts a server, prints the server's session, does `then`, and waits."""
     code = (
         "import time; from megarl.rollout.server import Server;"
         f"server = Server({str(model_folder)!r}, 'float32', 'cpu', 1, None, {{}}, {str(tmp_path / 'log')!r}, 300);"
