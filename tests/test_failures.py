@@ -13,6 +13,7 @@ from end_to_end import ROOT, Run, steps, wait_until
 QUICKSTART = str(ROOT / "configs/quickstart.yaml")
 START_S = 300  # for a run to begin its first step on two busy cores
 SHORT = ("name=test", "warm_start.steps=100", "data.validation=null", "trainer.steps=10000")
+TWO_STAGES = ("roles.actor.tensor_parallel=1", "roles.actor.pipeline_parallel=2")
 ENDS_S = 60
 
 
@@ -74,8 +75,8 @@ def assert_servers_follow_the_actor(run: Run) -> None:
 
 
 def test_ctrl_c_ends_everything(tmp_path):
-    """Also: trainer and server agree at a temperature other than 1."""
-    with Run(tmp_path, QUICKSTART, *SHORT, "rollout.sampling.temperature=0.7") as run:
+    """Also: two stages, and trainer and server agree at a temperature other than 1."""
+    with Run(tmp_path, QUICKSTART, *SHORT, *TWO_STAGES, "rollout.sampling.temperature=0.7") as run:
         run.wait_for_step(tmp_path / "runs/test", 2, START_S)
         assert_servers_follow_the_actor(run)
         run.process.send_signal(signal.SIGINT)
@@ -83,18 +84,26 @@ def test_ctrl_c_ends_everything(tmp_path):
         assert_one_sentence(run, "interrupted")
 
 
+def test_a_killed_trainer_leaves_nothing(tmp_path):
+    with Run(tmp_path, QUICKSTART, *SHORT, "warm_start.data=null") as run:
+        run.wait_for_step(tmp_path / "runs/test", 1, START_S)
+        os.kill(run.process.pid, signal.SIGKILL)
+        assert wait_until(lambda: not run.descendants(), ENDS_S), run.descendants()
+
+
+@pytest.mark.soak
 def test_a_killed_server_ends_the_run_and_is_named(tmp_path):
-    stages = ("roles.actor.tensor_parallel=1", "roles.actor.pipeline_parallel=2")
-    with Run(tmp_path, QUICKSTART, *SHORT, *stages, "rollout.max_retries=1") as run:
+    with Run(tmp_path, QUICKSTART, *SHORT, "rollout.tensor_parallel=2", "rollout.max_retries=1") as run:
         run.wait_for_step(tmp_path / "runs/test", 2, START_S)
         assert_servers_follow_the_actor(run)
         schedulers = [pid for pid, command in run.descendants().items() if "sglang::scheduler" in command]
-        assert schedulers, run.descendants()
+        assert len(schedulers) == 2, run.descendants()
         os.kill(schedulers[0], signal.SIGKILL)
         assert run.wait(ENDS_S) == 1
         assert_one_sentence(run, "http://127.0.0.1:", "server-0.log")
 
 
+@pytest.mark.soak
 def test_a_killed_rank_ends_the_run_and_is_named(tmp_path):
     with Run(tmp_path, QUICKSTART, *SHORT, "rollout.servers=2", "rollout.cpus_per_server=0.5") as run:
         run.wait_for_step(tmp_path / "runs/test", 2, START_S)
@@ -104,11 +113,3 @@ def test_a_killed_rank_ends_the_run_and_is_named(tmp_path):
         os.kill(ranks[1], signal.SIGKILL)
         assert run.wait(ENDS_S) == 1
         assert_one_sentence(run, "actor rank")
-
-
-def test_a_killed_trainer_leaves_nothing(tmp_path):
-    with Run(tmp_path, QUICKSTART, *SHORT, "rollout.tensor_parallel=2") as run:
-        run.wait_for_step(tmp_path / "runs/test", 2, START_S)
-        assert_servers_follow_the_actor(run)
-        os.kill(run.process.pid, signal.SIGKILL)
-        assert wait_until(lambda: not run.descendants(), ENDS_S), run.descendants()

@@ -46,7 +46,9 @@ class Cluster:
         """Start all rollout servers and return at once; `wait_servers` waits for them, `check_servers` does not."""
         rollout, model = self.config.rollout, self.config.model
         for index, group in enumerate(self._groups[self.config.roles.actor.nodes :]):
-            options = self._in_bundle(group, 0, rollout.cpus_per_server, rollout.tensor_parallel, {})
+            # Ray would SIGKILL a dying worker's children; ours must live to end the server (rollout/launch.py).
+            keep_children = {"RAY_kill_child_processes_on_worker_exit": "false"}
+            options = self._in_bundle(group, 0, rollout.cpus_per_server, rollout.tensor_parallel, keep_children)
             # The second thread is for `stop`, which must not queue behind `wait_ready`.
             server = ray.remote(ServerWorker).options(**options, max_concurrency=2).remote(
                 log_path=str(self.log_directory / f"server-{index}.log"),

@@ -196,14 +196,22 @@ class RolloutClient:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def close(self) -> None:
+        """Drop what still runs, after an interrupt say, and end the background thread; may be called again."""
         if self._loop.is_closed():
             return
-        self.start(self._session.close()).result(CLOSE_S)
+        self.start(self._cancel_all()).result(CLOSE_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(CLOSE_S)
         self._loop.close()
 
     # Inside
+
+    async def _cancel_all(self) -> None:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        await self._session.close()
 
     def _response_limit(self, prompt: Prompt) -> int:
         room = self.context_length - len(prompt.token_ids)

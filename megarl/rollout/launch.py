@@ -8,6 +8,7 @@ SGLang's own children ask to die with their parent, but only after half a minute
 which imports this module first under the name `__mp_main__`: that closes the gap. Keep it free of heavy imports.
 """
 
+import contextlib
 import ctypes
 import os
 import re
@@ -45,7 +46,7 @@ def guard(parent_pid: int, arguments: list[str]) -> None:
     command = [sys.executable, "-m", "megarl.rollout.launch", "serve", str(os.getpid()), "--", *arguments]
     # In a process group of its own, as SGLang kills its whole group when it crashes; in our session all the same.
     child = subprocess.Popen(command, env=os.environ | {"TMPDIR": scratch}, process_group=0)
-    segments: set[Path] = set()
+    segments: set[int] = set()
     try:
         while child.poll() is None and not told_to_stop:
             segments |= mapped_segments(living_members(os.getpid()))
@@ -56,8 +57,7 @@ def guard(parent_pid: int, arguments: list[str]) -> None:
             wait_for(lambda: child.poll() is not None, TERMINATE_S)
     finally:
         kill_session(os.getpid())
-        for segment in segments:
-            segment.unlink(missing_ok=True)
+        remove_segments(segments)
         shutil.rmtree(scratch, ignore_errors=True)
     if child.wait() < 0 and not told_to_stop:
         os.kill(os.getpid(), -child.returncode)
@@ -97,10 +97,8 @@ def kill_session(session: int) -> None:
     def none_left() -> bool:
         members = set(living_members(session)) - {os.getpid()}
         for pid in members:
-            try:
+            with contextlib.suppress(ProcessLookupError):  # ended in between
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass  # ended in between
         return not members
 
     wait_for(none_left, KILL_S)
@@ -119,16 +117,24 @@ def living_members(session: int) -> list[int]:
     return members
 
 
-def mapped_segments(pids: list[int]) -> set[Path]:
-    """The files in /dev/shm that these processes have mapped and that only they use, by SGLang's own names."""
-    segments = set()
+def mapped_segments(pids: list[int]) -> set[int]:
+    """Inodes of the files in /dev/shm that these processes have mapped."""
+    inodes = set()
     for pid in pids:
         try:
             maps = Path(f"/proc/{pid}/maps").read_text()
         except OSError:
             continue  # ended in between
-        segments |= set(re.findall(r"/dev/shm/(?:sglang_|sgl_)\S+", maps))
-    return {Path(segment) for segment in segments}
+        inodes |= {int(inode) for inode in re.findall(r" (\d+) +/dev/shm/", maps)}
+    return inodes
+
+
+def remove_segments(inodes: set[int]) -> None:
+    """Remove SGLang's segments, and semaphores of multiprocessing, whose own cleaner was killed. By inode: glibc maps a
+    semaphore under another name than it gets."""
+    for path in Path("/dev/shm").iterdir():
+        if path.name.startswith(("sglang_", "sgl_", "sem.mp-")) and path.stat().st_ino in inodes:
+            path.unlink()
 
 
 def wait_for(condition, timeout_s: float) -> bool:
