@@ -5,4 +5,6 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 launch/setup_env.sh
 unset PYTHONDONTWRITEBYTECODE
-exec .venv/bin/megarl train configs/quickstart.yaml "$@"
+name="name=quickstart-$(date +%Y%m%d-%H%M%S)"  # a run never overwrites another
+for argument in "$@"; do case "$argument" in name=*) name="" ;; esac; done
+exec .venv/bin/megarl train configs/quickstart.yaml $name "$@"

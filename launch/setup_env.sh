@@ -4,48 +4,32 @@
 # $PYTHON names the interpreter; else Python 3.12 is looked for under python3.12, pyenv, uv and conda.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source launch/find_python.sh
 extras=$(IFS=,; echo "$*")
 
-is_312() { [ -n "$1" ] && "$1" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' >/dev/null 2>&1; }
-
-find_python() {
-  if [ -n "${PYTHON:-}" ]; then
-    is_312 "$PYTHON" && { command -v "$PYTHON"; return; }
-    echo "megarl: PYTHON=$PYTHON is not a Python 3.12 that runs." >&2
-    return 1
-  fi
-  local candidate
-  for candidate in python3.12 python3 \
-    "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.12*/bin/python \
-    "$(command -v uv >/dev/null && uv python find 3.12 2>/dev/null || true)" \
-    "${CONDA_PREFIX:-/nonexistent}/bin/python" \
-    "$(command -v conda >/dev/null && conda info --base 2>/dev/null || true)"{/bin/python,/envs/*/bin/python}; do
-    if is_312 "$candidate"; then command -v "$candidate"; return; fi
-  done
-  cat >&2 <<'MESSAGE'
-megarl: no Python 3.12 found (looked for python3.12, pyenv, uv and conda). Any one of these provides it:
-  apt-get install python3.12 python3.12-venv     uv python install 3.12
-  pyenv install 3.12                             conda create -n py312 python=3.12
-or name one yourself: PYTHON=/path/to/python3.12
-MESSAGE
-  return 1
-}
-
+# The stamp holds what was installed, where, and with which extras.
 stamp=".venv/.installed"
-wanted="$(cat constraints.txt setup.py launch/overrides.txt | sha256sum | cut -d' ' -f1) "
+wanted="$(cat constraints.txt setup.py launch/overrides.txt | sha256sum | cut -d' ' -f1) $PWD "
 have=$(cat "$stamp" 2>/dev/null || true)
 case "$have" in "$wanted"*) ;; *) have="$wanted" ;; esac
 missing=""
-for extra in none "$@"; do case " $have " in *" $extra "*) ;; *) missing="$missing$extra " ;; esac; done
-if [ -z "$missing" ] && .venv/bin/python -c 'import megarl' 2>/dev/null; then exit 0; fi
+for extra in none "$@"; do case " ${have#"$wanted"} " in *" $extra "*) ;; *) missing="$missing$extra " ;; esac; done
+if [ -z "$missing" ] && is_python_312 .venv/bin/python; then exit 0; fi
 
-if ! is_312 .venv/bin/python; then
+if ! is_python_312 .venv/bin/python; then
   python=$(find_python)
   echo "megarl: making .venv with $("$python" --version)"
   rm -rf .venv
-  "$python" -m venv .venv || { echo "megarl: $python cannot make a virtual environment (on Debian: apt-get install python3.12-venv)." >&2; exit 1; }
+  if command -v uv >/dev/null; then
+    uv venv --quiet --python "$python" .venv
+  elif ! "$python" -m venv .venv; then
+    rm -rf .venv
+    echo "megarl: $python cannot make a virtual environment (on Debian: apt-get install python3.12-venv)." >&2
+    exit 1
+  fi
 fi
-if command -v uv >/dev/null; then uv=uv; else
+uv=$(command -v uv || true)
+if [ -z "$uv" ]; then
   uv=.venv/bin/uv
   [ -x "$uv" ] || .venv/bin/python -m pip install --quiet --disable-pip-version-check uv
 fi

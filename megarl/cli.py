@@ -6,6 +6,7 @@ import sys
 
 import megarl
 from megarl.config import describe, load, resolve_device
+from megarl.config_checks import refuse_used_run
 from megarl.errors import ConfigError, RunError
 
 
@@ -45,6 +46,7 @@ def train(options: argparse.Namespace, command: list[str]) -> int:
     if options.dry_run:
         print(describe(config), end="")
         return 0
+    refuse_used_run(config)
     if resolve_device(config) == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch is loaded, here and in every child
     from megarl import trainer

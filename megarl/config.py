@@ -88,6 +88,7 @@ class ActorConfig(Section):
     gpus_per_node: int = Field(1, ge=1, description="ranks per node; on CPU: processes")
     tensor_parallel: int = Field(1, ge=1)
     pipeline_parallel: int = Field(1, ge=1)
+    sequence_parallel: bool = Field(False, description="split norms and their activations over the TP ranks too")
     max_tokens_per_gpu: int = Field(8192, ge=1, description="token budget of a packed micro-batch")
     cpus_per_rank: float | None = Field(None, gt=0, description="null: 0.5 on CPU, 1 on GPU")
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -129,7 +130,7 @@ class RolloutConfig(Section):
     max_retries: int = Field(3, ge=0, description="of one request, before the run stops")
     max_concurrent_prompts: int = Field(512, ge=1)
     logprob_diff_limit: float | None = Field(
-        None, gt=0, description="bound of rollout/logprob_diff_mean at the first step; null: by dtype, 1e-4 or 0.05"
+        None, gt=0, description="bound of rollout/logprob_diff_mean, above it the run stops; null: by dtype, 1e-4 or 0.05"
     )
 
 

@@ -16,11 +16,12 @@ from megarl.engine.hf import FAMILIES
 from megarl.engine.hf.shape import ModelShape
 from megarl.errors import ConfigError
 from megarl.machine import sees_gpu, why_port_unusable
+from megarl.rollout.server_args import check_server_args
 
 if TYPE_CHECKING:
     from megarl.config import Config
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 @dataclass(frozen=True)
@@ -214,6 +215,18 @@ def check_ports(config: "Config") -> Iterator[Violation]:
             yield Violation(f"port {port} {reason}", ("rollout.ports",))
 
 
+def check_sequence_parallel(config: "Config") -> Iterator[Violation]:
+    actor = config.roles.actor
+    if actor.sequence_parallel and actor.tensor_parallel == 1:
+        keys = ("roles.actor.sequence_parallel", "roles.actor.tensor_parallel")
+        yield Violation("given true, but roles.actor.tensor_parallel is 1: there is nothing to split", keys)
+
+
+def check_rollout_server_args(config: "Config") -> Iterator[Violation]:
+    for key, text in check_server_args(config.rollout.server_args):
+        yield Violation(text, (f"rollout.server_args.{key}",))
+
+
 CHECKS = (
     check_name,
     check_device,
@@ -226,7 +239,16 @@ CHECKS = (
     check_reference,
     check_reward,
     check_ports,
+    check_sequence_parallel,
+    check_rollout_server_args,
 )
+
+
+def refuse_used_run(config: "Config") -> None:
+    """Raise ConfigError where another run has left metrics in the run directory: they are never overwritten."""
+    metrics = config.run_path / "metrics.jsonl"
+    if metrics.exists() and metrics.stat().st_size:
+        raise ConfigError(f"name: {config.run_path} holds an earlier run; give this one another name (name=...) or remove it")
 
 
 def resolve_device(config: "Config") -> Literal["cpu", "cuda"]:

@@ -1,6 +1,5 @@
 """THE loop: generate -> reward -> score -> advantage -> update -> sync -> save."""
 
-import logging
 import random
 import time
 from contextlib import ExitStack, contextmanager
@@ -25,8 +24,6 @@ from megarl.rollout.client import RolloutClient
 from megarl.rollout.sync import WeightSync
 from megarl.sample import Prompt, Sample
 from megarl.warm_start import warm_start
-
-log = logging.getLogger(__name__)
 
 # Mean difference of log-probs between trainer and server that two right implementations of one model stay below.
 LOGPROB_DIFF_LIMIT = {"float32": 1e-4, "bfloat16": 0.05}
@@ -57,8 +54,11 @@ def train(config: Config, command: list[str]) -> Path:
         actor.use_optimizer(config.roles.actor.optimizer)
         client = rollout_client(config, cluster.wait_servers(), inputs)
         stack.callback(client.close)
-        Trainer(config, inputs, run, console, cluster, actor, client).run_all()
-        console.line(f"megarl: done; metrics, samples and checkpoints are in {run.path}")
+        try:
+            Trainer(config, inputs, run, console, actor, client).run_all()
+        except RunError as error:
+            raise RunError("\n".join([str(error), *cluster.server_deaths()])) from error
+        console.line(f"megarl: done; metrics, samples and checkpoints are in {run.path.resolve()}")
     return run.path
 
 
@@ -77,19 +77,17 @@ class Inputs:
             self.validation = prompts[: config.trainer.evaluate_prompts]
         self.warm_start: list[Sample] = []
         if config.warm_start.data:
-            self.warm_start = load_warm_start(config.warm_start.data, config.data, self.tokenizer)
+            self.warm_start = load_warm_start(config.warm_start.data, config.data, self.tokenizer, self.context_length)
 
 
 class Trainer:
     def __init__(
-        self, config: Config, inputs: Inputs, run: RunDirectory, console: Console, cluster: Cluster, actor: ActorGroup,
-        client: RolloutClient,
+        self, config: Config, inputs: Inputs, run: RunDirectory, console: Console, actor: ActorGroup, client: RolloutClient
     ):
         self.config = config
         self.inputs = inputs
         self.run = run
         self.console = console
-        self.cluster = cluster
         self.actor = actor
         self.client = client
         self.prompts = PromptStream(inputs.prompts, config.seed)
@@ -132,8 +130,7 @@ class Trainer:
             entropies = self.score_logprobs(samples, temperature)
         ADVANTAGES[algorithm.name](samples, normalize_by_std=algorithm.normalize_by_std)
         metrics = sample_metrics(samples, algorithm.group_size) | logprob_metrics(samples, entropies)
-        if step == 1:
-            self.check_agreement(metrics["rollout/logprob_diff_mean"])
+        self.check_agreement(metrics["rollout/logprob_diff_mean"])
         with timed(times, "update"):
             metrics |= self.update(samples, temperature)
         with timed(times, "sync"):
@@ -149,10 +146,7 @@ class Trainer:
         }
 
     def generate(self, prompts: list[Prompt], version: int) -> list[Sample]:
-        try:
-            samples = self.client.generate(prompts, self.config.algorithm.group_size, self.inputs.tokenizer)
-        except RunError as error:
-            raise RunError("\n".join([str(error), *self.cluster.server_deaths()])) from error
+        samples = self.client.generate(prompts, self.config.algorithm.group_size, self.inputs.tokenizer)
         stale = {sample.policy_version for sample in samples} - {(version, version)}
         if stale:
             raise RunError(f"samples of policy versions {sorted(stale)} where all should be of version {version}")
@@ -169,32 +163,37 @@ class Trainer:
         return [entropy for _, entropy in scored]
 
     def update(self, samples: list[Sample], temperature: float) -> dict[str, float]:
-        """All optimizer steps of an iteration. Without any advantage or KL term there is nothing to learn: the weights and
-        the optimizer's state stay as they are, weight decay and momentum included."""
-        if self.config.algorithm.kl_coefficient == 0 and all((sample.advantages == 0).all() for sample in samples):
-            log.warning("every group has equal rewards: no update in this step")
-            return {"loss/policy": 0.0, "grad_norm": 0.0}
+        """All optimizer steps of an iteration. A mini-batch without any advantage or KL term has nothing to teach: for it
+        the weights and the optimizer's state stay as they are, weight decay and momentum included."""
         size = self.config.algorithm.mini_batch_size or len(samples)
         order = list(samples)
         random.Random(f"{self.config.seed} {samples[0].policy_version}").shuffle(order)
         mini_batches = [order[i : i + size] for i in range(0, len(order), size)]
+        if self.config.algorithm.kl_coefficient == 0:
+            mini_batches = [batch for batch in mini_batches if any(sample.advantages.any() for sample in batch)]
+        if not mini_batches:
+            self.console.line("warning: the rewards of every group are equal, so this step changes nothing")
         rate = self.config.roles.actor.optimizer.learning_rate
         results = [self.actor.train_step(mini_batch, self.loss, rate, temperature) for mini_batch in mini_batches]
-        num_tokens = sum(int(sample.loss_mask.sum()) for sample in samples)
+        num_tokens = sum(int(sample.loss_mask.sum()) for mini_batch in mini_batches for sample in mini_batch)
+
+        def mean(key: str, count: int) -> float:
+            return sum(result[key] for result in results) / max(count, 1)
+
         return {
-            "loss/policy": sum(result["loss"] for result in results) / len(results),
-            "grad_norm": sum(result["grad_norm"] for result in results) / len(results),
-            "clip/ratio": sum(result["clipped"] for result in results) / num_tokens,
-            "kl/old": sum(result["kl_old"] for result in results) / num_tokens,
+            "loss/policy": mean("loss", len(results)),  # with the KL term, if there is one
+            "grad_norm": mean("grad_norm", len(results)),
+            "clip/ratio": mean("clipped", num_tokens),
+            "kl/old": mean("kl_old", num_tokens),
         }
 
     def check_agreement(self, difference: float) -> None:
-        """Before the first update trainer and server hold the same weights: their log-probs must agree."""
+        """The samples are scored by the weights that generated them: trainer and server must agree."""
         limit = self.config.rollout.logprob_diff_limit or LOGPROB_DIFF_LIMIT[self.config.model.dtype]
         if not difference <= limit:
             raise RunError(
-                f"rollout/logprob_diff_mean is {difference:.3g} before the first update, above its limit {limit:g} "
-                f"(rollout.logprob_diff_limit): trainer and server do not compute the same model"
+                f"rollout/logprob_diff_mean is {difference:.3g}, above its limit {limit:g} (rollout.logprob_diff_limit): "
+                f"trainer and server do not hold the same weights, or do not compute the same model"
             )
 
     def evaluate(self, step: int) -> None:

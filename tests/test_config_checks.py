@@ -87,7 +87,7 @@ def test_weights_and_tokenizer_must_be_there(folder):
     Path("model/tokenizer.json").unlink()
     assert refusal() == [
         "base.yaml:2: model.path: no *.safetensors in model",
-        "base.yaml:2: model.path: no tokenizer in model: tokenizer.json or tokenizer_config.json or tokenizer.model",
+        "base.yaml:2: model.path: no tokenizer in model: tokenizer.json or tokenizer.model or vocab.json",
     ]
     Path("model/tokenizer.model").touch()
     only(refusal())

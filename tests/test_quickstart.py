@@ -36,6 +36,7 @@ def test_run_directory_and_metrics_are_complete(run):
     assert {p.name for p in (path / "logs").iterdir()} == {"actor-0.log", "actor-1.log", "server-0.log"}
     assert [p.name for p in (path / "checkpoints").iterdir()] == [f"step_{NUM_STEPS:06d}"]
     env = json.loads((path / "env.json").read_text())
+    assert f"step {NUM_STEPS}/{NUM_STEPS}" in run.output and f"are in {path.resolve()}" in run.output
     assert env["seed"] == 1 and env["versions"]["sglang"] and "train" in env["command"]
     for number, metrics in enumerate(steps(path), start=1):
         assert KEYS <= metrics.keys() and metrics["step"] == number

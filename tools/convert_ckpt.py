@@ -10,6 +10,7 @@ import sys
 import warnings
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch loads: a conversion needs no GPU and must not disturb one
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one process, whatever the machine's own name resolves to
 warnings.simplefilter("ignore")  # Megatron's, on what else could be installed
 
 from megarl.engine.hf.export import export_hf

@@ -19,11 +19,6 @@ def grpo(samples: list[Sample], normalize_by_std: bool) -> None:
             sample.advantages = sample.loss_mask.to(torch.float32) * advantage
 
 
-def num_zero_variance_groups(samples: list[Sample]) -> int:
-    """How many groups have equal rewards, and so nothing to teach."""
-    return sum(all(sample.reward == group[0].reward for sample in group) for group in _groups(samples))
-
-
 def _groups(samples: list[Sample]) -> list[list[Sample]]:
     groups: dict[int, list[Sample]] = {}
     for sample in samples:

@@ -1,13 +1,10 @@
 """The trainer's view of a Megatron role: one method per thing that all its ranks do together."""
 
-import time
-
 import ray
 import torch
-from ray.exceptions import RayActorError, RayTaskError
 
+from megarl.cluster.waiting import wait_all
 from megarl.config import ActorConfig, ModelConfig, OptimizerConfig
-from megarl.errors import ConfigError, RunError
 from megarl.sample import Sample
 
 
@@ -21,9 +18,9 @@ class ActorGroup:
 
     def start(self, model: ModelConfig, actor: ActorConfig, seed: int, timeout_s: float) -> None:
         """Load the model on all ranks; returns when every rank is ready."""
-        address, port = self.wait([self.handles[0].address.remote()], "starting rank 0", timeout_s, ranks=[0])[0]
-        arguments = (len(self.handles), address, port, model, actor, seed, timeout_s)
-        self.places = self.wait([h.start.remote(*arguments) for h in self.handles], "loading the model", timeout_s)
+        (address, port), = wait_all({"actor rank 0": self.handles[0].address.remote()}, "starting the actor", timeout_s)
+        arguments = (len(self.handles), address, port, model, actor, seed, self.call_timeout_s)
+        self.places = wait_all(self._refs("start", *arguments), "loading the model", timeout_s)
 
     @property
     def backend(self) -> str:
@@ -46,62 +43,43 @@ class ActorGroup:
 
     def logprobs(
         self, samples: list[Sample], temperature: float, reference: bool = False
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """(log-probs, entropy) of each sample, [L] float32."""
-        shared = ray.put(samples)
-        refs = [handle.logprobs.remote(shared, temperature, reference) for handle in self.handles]
+    ) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+        """(log-probs, entropy) of each sample, [L] float32; no entropy of the reference."""
         merged = {}
-        for result in self.wait(refs, "scoring log-probs", self.call_timeout_s):
+        for result in self._all("logprobs", ray.put(samples), temperature, reference):
             merged |= result
-        return [tuple(torch.tensor(array) for array in merged[i]) for i in range(len(samples))]
+        return [tuple(None if x is None else torch.tensor(x) for x in merged[i]) for i in range(len(samples))]
 
     def save(self, folder: str) -> None:
-        self.wait([h.save.remote(folder) for h in self.handles], f"saving {folder}", self.call_timeout_s)
+        self._all("save", folder)
 
     # Weight sync, one pipeline stage at a time
 
     def plan_buckets(self, bucket_bytes: int) -> list[list]:
         """For each pipeline stage its buckets, in sending order."""
-        plans = self.wait([h.plan_buckets.remote(bucket_bytes) for h in self.handles], "planning buckets", self.call_timeout_s)
+        plans = self._all("plan_buckets", bucket_bytes)
         by_stage = {place["stage"]: plan for place, plan in zip(self.places, plans) if place["sends_weights"]}
         return [by_stage[stage] for stage in range(len(by_stage))]
 
     def sender_address(self, stage: int) -> tuple[str, int]:
-        sender = next(r for r, place in enumerate(self.places) if place["stage"] == stage and place["sends_weights"])
-        return self.wait([self.handles[sender].address.remote()], "finding a port", self.call_timeout_s, ranks=[sender])[0]
+        """(address, free port) of the rank that sends the stage."""
+        sender = next(r for r in self._stage_ranks(stage) if self.places[r]["sends_weights"])
+        refs = {f"actor rank {sender}": self.handles[sender].address.remote()}
+        return wait_all(refs, "finding a port", self.call_timeout_s)[0]
 
-    def start_join(self, stage: int, *arguments) -> list:
-        return [self.handles[r].join_weights_group.remote(*arguments) for r in self._stage_ranks(stage)]
+    def start_join(self, stage: int, *arguments) -> dict[str, ray.ObjectRef]:
+        return self._refs("join_weights_group", *arguments, ranks=self._stage_ranks(stage))
 
-    def start_send(self, stage: int) -> list:
-        return [self.handles[r].send_weights.remote() for r in self._stage_ranks(stage)]
+    def start_send(self, stage: int) -> dict[str, ray.ObjectRef]:
+        return self._refs("send_weights", ranks=self._stage_ranks(stage))
 
     def _stage_ranks(self, stage: int) -> list[int]:
+        """The ranks of the stage's first replica."""
         return [r for r, place in enumerate(self.places) if place["stage"] == stage and place["first_replica"]]
 
-    # Calls
+    def _refs(self, method: str, *arguments, ranks: list[int] | None = None) -> dict[str, ray.ObjectRef]:
+        chosen = range(len(self.handles)) if ranks is None else ranks
+        return {f"actor rank {rank}": getattr(self.handles[rank], method).remote(*arguments) for rank in chosen}
 
     def _all(self, method: str, *arguments) -> list:
-        refs = [handle.call.remote(method, *arguments) for handle in self.handles]
-        return self.wait(refs, method, self.call_timeout_s)
-
-    def wait(self, refs: list, what: str, timeout_s: float, ranks: list[int] | None = None) -> list:
-        """The results of one call per rank. The first rank to fail ends the wait: the others may hang in a collective."""
-        deadline = time.monotonic() + timeout_s
-        waiting = list(refs)
-        while waiting:
-            done, waiting = ray.wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
-            if not done:
-                late = [refs.index(ref) if ranks is None else ranks[refs.index(ref)] for ref in waiting]
-                raise RunError(f"{what}: actor ranks {late} did not answer within {timeout_s:g} s")
-            rank = refs.index(done[0]) if ranks is None else ranks[refs.index(done[0])]
-            try:
-                ray.get(done[0])
-            except RayTaskError as error:
-                cause = error.cause if isinstance(error.cause, BaseException) else error
-                if isinstance(cause, ConfigError):
-                    raise ConfigError(str(cause)) from None
-                raise RunError(f"{what}: actor rank {rank} failed with {type(cause).__name__}: {cause}") from error
-            except RayActorError as error:
-                raise RunError(f"{what}: the process of actor rank {rank} died: {error}") from error
-        return ray.get(refs)
+        return wait_all(self._refs(method, *arguments), method, self.call_timeout_s)

@@ -3,21 +3,23 @@
 import contextlib
 import os
 import shutil
+import signal
 import tempfile
 from pathlib import Path
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megarl.cluster import placement
 from megarl.cluster.actor import ActorGroup
+from megarl.cluster.waiting import raise_failed, wait_all
 from megarl.cluster.workers import EngineWorker, ServerWorker
 from megarl.config import Config
-from megarl.errors import ConfigError, RunError
+from megarl.errors import RunError
 
 OBJECT_STORE_BYTES = 2**30  # samples pass through it, weights never do
 STOP_TIMEOUT_S = 15.0
+FOLDER_PREFIX = "megarl-ray-"  # then the trainer's pid
 
 
 class Cluster:
@@ -28,7 +30,7 @@ class Cluster:
         self.device = device
         self.log_directory = log_directory.resolve()
         self._on_exit = contextlib.ExitStack()
-        self._servers: list = []
+        self._servers: dict[str, ray.actor.ActorHandle] = {}
 
     def __enter__(self) -> "Cluster":
         with contextlib.ExitStack() as stack:
@@ -36,6 +38,7 @@ class Cluster:
             requests = placement.group_requests(self.config, self.device)
             self._groups = placement.place(requests, self.config.cluster.placement_timeout_s)
             stack.callback(placement.remove, self._groups)
+            stack.callback(self._stop_servers)
             self._on_exit = stack.pop_all()
         return self
 
@@ -57,25 +60,39 @@ class Cluster:
                 device=self.device,
                 tensor_parallel=rollout.tensor_parallel,
                 port=rollout.ports[index] if rollout.ports else None,
-                server_args=rollout.server_args,
+                server_args={"random_seed": self.config.seed + index} | rollout.server_args,
                 start_timeout_s=rollout.start_timeout_s,
+                this_machine_only=self.config.cluster.ray_address is None,
             )
-            self._servers.append(server)
-            self._on_exit.callback(_stop_server, server)
-        self._ready = [server.start.remote() for server in self._servers]
+            self._servers[f"rollout server {index}"] = server
+        self._ready = {name: server.start.remote() for name, server in self._servers.items()}
 
     def wait_servers(self) -> list[str]:
         """The servers' URLs, once all of them generate. Raises RunError with the log's end of one that does not."""
-        return _get(self._ready, "starting the rollout servers", self.config.rollout.start_timeout_s + STOP_TIMEOUT_S)
+        return wait_all(self._ready, "starting", self.config.rollout.start_timeout_s + STOP_TIMEOUT_S)
 
     def check_servers(self) -> None:
         """Raise RunError now if a server that was started has failed already."""
-        _get(ray.wait(self._ready, num_returns=len(self._ready), timeout=0)[0], "starting the rollout servers", 0)
+        raise_failed(self._ready, "starting")
 
     def server_deaths(self) -> list[str]:
         """For each server that is dead, how it died."""
-        reports = _get([s.death_report.remote() for s in self._servers], "asking the rollout servers", STOP_TIMEOUT_S)
-        return [report for report in reports if report]
+        reports = {name: server.death_report.remote() for name, server in self._servers.items()}
+        deaths = []
+        for name, report in reports.items():
+            try:
+                deaths += wait_all({name: report}, "asking how it died", STOP_TIMEOUT_S)
+            except RunError as error:
+                deaths.append(str(error))
+        return [death for death in deaths if death]
+
+    def _stop_servers(self) -> None:
+        """All at the same time: a server needs seconds to end."""
+        stops = [server.stop.remote() for server in self._servers.values()]
+        if stops:
+            ray.wait(stops, num_returns=len(stops), timeout=STOP_TIMEOUT_S)
+        for server in self._servers.values():
+            ray.kill(server)
 
     def start_actor(self) -> ActorGroup:
         """All ranks of the actor with the model loaded."""
@@ -84,7 +101,7 @@ class Cluster:
         handles = []
         for rank in range(actor.world_size):
             node, bundle = divmod(rank, actor.gpus_per_node)
-            options = self._in_bundle(self._groups[node], bundle, cpus, 1, _rank_environment(self.device, actor.nodes))
+            options = self._in_bundle(self._groups[node], bundle, cpus, 1, self._rank_environment())
             handle = ray.remote(EngineWorker).options(**options).remote(rank, str(self.log_directory / f"actor-{rank}.log"))
             handles.append(handle)
             self._on_exit.callback(ray.kill, handle)
@@ -99,16 +116,19 @@ class Cluster:
         local = {}
         if address is None:
             # Unix sockets live below it and their paths must stay under 107 characters.
-            folder = tempfile.mkdtemp(prefix="megarl-", dir="/tmp")
+            remove_stale_folders()
+            folder = tempfile.mkdtemp(prefix=f"{FOLDER_PREFIX}{os.getpid()}-", dir="/tmp")
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
             local = {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES, "_temp_dir": folder}
             if self.device == "cpu":
                 local["num_gpus"] = 0
         try:
             ray.init(address=address or "local", log_to_driver=False, logging_level="ERROR", **local)
-        except ConnectionError as error:
-            raise RunError(f"cluster.ray_address: no Ray cluster answers at {address}: {error}") from error
+        except (OSError, RuntimeError, ValueError) as error:
+            raise RunError(f"cluster.ray_address: cannot use Ray at {address or 'this machine'}: {error}") from error
         stack.callback(ray.shutdown)
+        for number in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C; ray.init has put its own handler in place
+            signal.signal(number, signal.default_int_handler)
 
     def _in_bundle(self, group, bundle: int, cpus: float, gpus: int, environment: dict[str, str]) -> dict:
         """Ray options that pin an actor to a bundle; an actor outside its group could wait for ever, in silence."""
@@ -120,36 +140,18 @@ class Cluster:
             "runtime_env": {"env_vars": hidden | environment},
         }
 
-
-def _rank_environment(device: str, num_nodes: int) -> dict[str, str]:
-    if device == "cuda":
-        # SGLang sets CUMEM=0 in its servers, and both ends of a broadcast must agree. Multicast stays off.
-        return {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    loopback = {"GLOO_SOCKET_IFNAME": "lo"} if num_nodes == 1 else {}  # where the host's own name does not resolve
-    return {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", **loopback}
-
-
-def _get(refs: list, what: str, timeout_s: float) -> list:
-    """Results of server calls; the first failure ends the wait."""
-    waiting = list(refs)
-    try:
-        while waiting:
-            done, waiting = ray.wait(waiting, timeout=timeout_s)
-            if not done:
-                raise RunError(f"{what}: servers {[refs.index(ref) for ref in waiting]} did not answer within {timeout_s:g} s")
-            ray.get(done)
-        return ray.get(refs)
-    except RayTaskError as error:
-        if isinstance(error.cause, (RunError, ConfigError)):
-            raise type(error.cause)(str(error.cause)) from None
-        raise RunError(f"{what}: {error}") from error
-    except RayActorError as error:
-        raise RunError(f"{what}: a server's supervisor died: {error}") from error
+    def _rank_environment(self) -> dict[str, str]:
+        if self.device == "cuda":
+            # SGLang sets CUMEM=0 in its servers, and both ends of a broadcast must agree. Multicast stays off.
+            return {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+        # Where the machine's own name does not resolve, gloo finds no other interface.
+        loopback = {"GLOO_SOCKET_IFNAME": "lo"} if self.config.cluster.ray_address is None else {}
+        return {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", **loopback}
 
 
-def _stop_server(server) -> None:
-    try:
-        ray.get(server.stop.remote(), timeout=STOP_TIMEOUT_S)
-    except (RayActorError, RayTaskError, GetTimeoutError):
-        pass  # killed below, and the server with it
-    ray.kill(server)
+def remove_stale_folders() -> None:
+    """Ray's folders of trainers that were killed before they could remove them."""
+    for folder in Path("/tmp").glob(f"{FOLDER_PREFIX}*-*"):
+        pid = folder.name.removeprefix(FOLDER_PREFIX).split("-")[0]
+        if not Path(f"/proc/{pid}").exists():
+            shutil.rmtree(folder, ignore_errors=True)

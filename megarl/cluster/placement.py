@@ -1,5 +1,6 @@
 """STRICT_PACK placement groups: checked against the cluster before anything waits, and removed on every exit."""
 
+import time
 from dataclasses import dataclass
 
 import ray
@@ -43,8 +44,8 @@ def group_requests(config: Config, device: str) -> list[GroupRequest]:
 def check_feasible(requests: list[GroupRequest], nodes: dict[str, dict[str, float]]) -> None:
     """Raise RunError, with what is wanted and what each node has, where the groups can never be placed together.
 
-    `nodes`: name -> total CPU and GPU. Groups go first-fit, the largest first; groups of one multi-node role go to
-    different nodes.
+    `nodes`: name -> total CPU and GPU. The largest group goes first, each to the smallest room that fits; groups of one
+    multi-node role go to different nodes.
     """
     left = {name: dict(total) for name, total in nodes.items()}
     used_by_role: dict[str, set[str]] = {}
@@ -52,6 +53,7 @@ def check_feasible(requests: list[GroupRequest], nodes: dict[str, dict[str, floa
     for request in sorted(requests, key=lambda r: (-r.total["GPU"], -r.total["CPU"])):
         taken = used_by_role.setdefault(request.role, set()) if request.role == "actor" else set()
         fits = [n for n in left if n not in taken and all(left[n].get(k, 0) + 1e-6 >= v for k, v in request.total.items())]
+        fits.sort(key=lambda n: (left[n].get("GPU", 0), left[n].get("CPU", 0)))
         if not fits:
             unplaced.append(request)
             continue
@@ -70,10 +72,11 @@ def placement_table(requests: list[GroupRequest], nodes: dict[str, dict[str, flo
 
 def place(requests: list[GroupRequest], timeout_s: float) -> list[PlacementGroup]:
     """Reserve all groups; RunError after `timeout_s`, or at once where they cannot fit. The caller removes them."""
-    nodes = {n["NodeName"]: n["Resources"] for n in ray.nodes() if n["Alive"]}
+    nodes = {f"{n['NodeName']} ({n['NodeID'][:8]})": n["Resources"] for n in ray.nodes() if n["Alive"]}
     check_feasible(requests, nodes)
     pinned = _distinct_nodes(requests)
     groups = []
+    deadline = time.monotonic() + timeout_s
     try:
         for request, node_id in zip(requests, pinned):
             selector = [{"ray.io/node-id": node_id}] * request.num_bundles if node_id else None
@@ -81,7 +84,7 @@ def place(requests: list[GroupRequest], timeout_s: float) -> list[PlacementGroup
             groups.append(placement_group(bundles, strategy="STRICT_PACK", bundle_label_selector=selector))
         for request, group in zip(requests, groups):
             try:
-                ray.get(group.ready(), timeout=timeout_s)
+                ray.get(group.ready(), timeout=max(0.0, deadline - time.monotonic()))
             except GetTimeoutError:
                 raise RunError(
                     f"cluster.placement_timeout_s: {timeout_s:g} s have passed without room for {request}; other jobs hold it\n"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 class EngineWorker:
-    """One rank: holds the Engine, and calls its methods by name for `ActorGroup`."""
+    """One rank: holds the Engine for `ActorGroup`."""
 
     def __init__(self, rank: int, log_path: str):
         self.rank = rank
@@ -25,35 +25,44 @@ class EngineWorker:
             s.bind(("", 0))
             return ray.util.get_node_ip_address(), s.getsockname()[1]
 
-    def start(self, world_size: int, master_address: str, master_port: int, model, actor, seed: int, timeout_s: float) -> dict:
+    def start(
+        self, world_size: int, master_address: str, master_port: int, model, actor, seed: int, collective_timeout_s: float
+    ) -> dict:
         """Join the role's ranks and load the model. Returns this rank's place: what `ActorGroup` must know of it."""
         from megarl.engine import parallel
         from megarl.engine.engine import Engine
 
         layout = (actor.tensor_parallel, actor.pipeline_parallel)
-        parallel.initialize(self.rank, world_size, master_address, master_port, *layout, seed, timeout_s)
+        parallel.initialize(self.rank, world_size, master_address, master_port, *layout, seed, collective_timeout_s)
         self.model_path = model.path
-        self.engine = Engine(model.path, model.dtype, actor.max_tokens_per_gpu)
+        self.engine = Engine(model.path, model.dtype, actor.max_tokens_per_gpu, actor.sequence_parallel)
+        self.first_replica = parallel.data_parallel_rank() == 0
         return {
             "stage": parallel.pipeline_parallel_rank(),
-            "first_replica": parallel.data_parallel_rank() == 0,
+            "first_replica": self.first_replica,
             "sends_weights": parallel.sends_weights(),
             "backend": parallel.backend(),
         }
 
-    def call(self, method: str, *args, **kwargs):
-        return getattr(self.engine, method)(*args, **kwargs)
+    def use_optimizer(self, settings) -> None:
+        self.engine.use_optimizer(settings)
+
+    def capture_reference(self) -> None:
+        self.engine.capture_reference()
+
+    def train_step(self, samples: list, loss, learning_rate: float, temperature: float) -> dict[str, float]:
+        return self.engine.train_step(samples, loss, learning_rate, temperature)
 
     def logprobs(self, samples: list, temperature: float, reference: bool) -> dict:
         """`Engine.logprobs` as numpy arrays: a pickled tensor would carry the storage of its whole micro-batch."""
         scored = self.engine.logprobs(samples, temperature, reference)
-        return {index: (logprobs.numpy(), entropy.numpy()) for index, (logprobs, entropy) in scored.items()}
+        return {i: tuple(None if x is None else x.numpy() for x in tensors) for i, tensors in scored.items()}
 
     def plan_buckets(self, bucket_bytes: int) -> list:
         from megarl.engine.weights import WeightSender
 
         self.sender = WeightSender(self.engine, bucket_bytes)
-        return self.sender.plan()
+        return self.sender.plan() if self.first_replica else []
 
     def join_weights_group(self, *args) -> None:
         self.sender.join(*args)
@@ -70,10 +79,13 @@ class EngineWorker:
 class ServerWorker:
     """Supervises one SGLang server on the node where its bundle is. The server dies with this process."""
 
-    def __init__(self, log_path: str, **server_arguments):
+    def __init__(self, this_machine_only: bool, **server_arguments):
+        import ray
+
         from megarl.rollout.server import Server
 
-        self.server = Server(log_path=log_path, **server_arguments)
+        host = "127.0.0.1" if this_machine_only else ray.util.get_node_ip_address()
+        self.server = Server(host=host, **server_arguments)
 
     def start(self) -> str:
         """The server's URL, once it generates."""

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megarl.config_checks import TOKENIZER_FILES
 from megarl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -17,8 +18,8 @@ def load_tokenizer(model_path: str | Path) -> "PreTrainedTokenizerBase":
     folder = Path(model_path)
     if not folder.is_dir():
         raise ConfigError(f"model.path: {folder} is not a folder")
-    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
-        raise ConfigError(f"model.path: no tokenizer.json, tokenizer.model or vocab.json in {folder}")
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        raise ConfigError(f"model.path: no tokenizer in {folder}: {' or '.join(TOKENIZER_FILES)}")
 
     from transformers import AutoTokenizer
 

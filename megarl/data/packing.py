@@ -61,30 +61,32 @@ def count_denominators(samples: list[Sample]) -> tuple[int, int]:
     return sum(counts), sum(count > 0 for count in counts)
 
 
-def pack(samples: list[Sample], num_loss_tokens: int, num_sequences: int, device: torch.device) -> Batch:
-    """One micro-batch on `device`; without samples, one token that is not trained."""
-    lengths = [len(sample.token_ids) for sample in samples] or [1]
-    boundaries = torch.tensor([0, *lengths]).cumsum(0)
+def pack(
+    samples: list[Sample], num_loss_tokens: int, num_sequences: int, device: torch.device, multiple_of: int = 1
+) -> Batch:
+    """One micro-batch on `device`. A last sequence that is not trained fills it up to a multiple of `multiple_of` tokens,
+    which sequence parallelism needs, and to one such multiple where there are no samples."""
+    lengths = [len(sample.token_ids) for sample in samples]
+    padding = -sum(lengths) % multiple_of if samples else multiple_of
+    if padding:
+        lengths.append(padding)
 
-    def joined(name: str) -> torch.Tensor | None:
+    def joined(name: str, dtype: torch.dtype) -> torch.Tensor | None:
         values = [getattr(sample, name) for sample in samples]
         missing = sum(value is None for value in values)
         assert missing in (0, len(values)), f"{missing} of {len(values)} samples of a micro-batch lack {name}"
-        return None if missing or not values else torch.cat(values).to(device)
+        return None if missing else torch.cat([*values, torch.zeros(padding, dtype=dtype)]).to(device)
 
-    batch = Batch(
-        token_ids=joined("token_ids") if samples else torch.zeros(1, dtype=torch.int64, device=device),
+    return Batch(
+        token_ids=joined("token_ids", torch.int64),
         positions=torch.cat([torch.arange(length) for length in lengths]).to(device),
-        cu_seqlens=boundaries.to(torch.int32).to(device),
+        cu_seqlens=torch.tensor([0, *lengths]).cumsum(0).to(torch.int32).to(device),
         max_seqlen=max(lengths),
-        loss_mask=joined("loss_mask") if samples else torch.zeros(1, dtype=torch.bool, device=device),
+        loss_mask=joined("loss_mask", torch.bool),
         sequence_ids=torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(device),
         num_loss_tokens=num_loss_tokens,
         num_sequences=num_sequences,
-        old_logprobs=joined("old_logprobs"),
-        ref_logprobs=joined("ref_logprobs"),
-        advantages=joined("advantages"),
+        old_logprobs=joined("old_logprobs", torch.float32),
+        ref_logprobs=joined("ref_logprobs", torch.float32),
+        advantages=joined("advantages", torch.float32),
     )
-    if not samples:
-        batch.old_logprobs = batch.ref_logprobs = batch.advantages = torch.zeros(1, device=device)
-    return batch

@@ -9,9 +9,9 @@ import os
 import shutil
 from pathlib import Path
 
-import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 
+from megarl.engine import parallel
 from megarl.engine.engine import Engine
 
 
@@ -26,22 +26,23 @@ def save(engine: Engine, model_path: str | Path, folder: str | Path) -> None:
     """
     folder = Path(folder)
     partial = folder.with_name(folder.name + ".partial")
-    if dist.get_rank() == 0:
+    if parallel.is_rank_zero():
         for leftover in (partial, folder):
             shutil.rmtree(leftover, ignore_errors=True)
         partial.mkdir(parents=True)
-    dist.barrier()
+    parallel.barrier()
     dist_checkpointing.save(_state(engine), str(partial))
-    dist.barrier()
-    if dist.get_rank() == 0:
+    parallel.barrier()
+    if parallel.is_rank_zero():
         copy_small_files(Path(model_path), partial / HF_FOLDER)
         (partial / "megarl.json").write_text(json.dumps({"dtype": str(engine.dtype).removeprefix("torch.")}))
         os.replace(partial, folder)
-    dist.barrier()
+    parallel.barrier()
 
 
 def load(engine: Engine, folder: str | Path) -> None:
-    """Load weights that `save` wrote, whatever the layout then and now."""
+    """Load weights that `save` wrote, whatever the layout then and now; before the engine has an optimizer."""
+    assert engine.optimizer is None, "an optimizer holds its own copy of the weights"
     state = dist_checkpointing.load(_state(engine), str(folder))
     engine.model.load_state_dict(state["model"], strict=True)
 

@@ -1,7 +1,6 @@
 """Run stock megatron-core 0.19.2 on a machine without CUDA, over gloo.
 
-`install()` is called once per process, before any Megatron object is built; where CUDA is available it only mends the
-optimizer fault described at `_patch_distributed_adam`.
+`install()` is called once per process, before any Megatron object is built; where CUDA is available it does nothing.
 
 Mechanism: `_retarget` swaps, inside the code object of ONE named function, the attribute name `cuda` for `cpu` and the
 literals "cuda", "torch.cuda.FloatTensor" and alike for their CPU forms. torch.cpu mirrors current_device(),
@@ -28,7 +27,6 @@ _CUDA_FUNCTIONS = {
         "_gather_along_last_dim",
         "_gather_along_first_dim",
         "_reduce_scatter_along_first_dim",
-        "_AllToAll.forward",
     ],
     "tensor_parallel.layers": ["LinearWithGradAccumulationAndAsyncCommunication.backward"],
     "utils": ["GlobalMemoryBuffer.get_tensor", "local_multi_tensor_l2_norm"],
@@ -36,9 +34,7 @@ _CUDA_FUNCTIONS = {
     "pipeline_parallel.schedules": [
         "forward_backward_no_pipelining",
         "forward_backward_pipelining_without_interleaving",
-        "forward_backward_pipelining_with_interleaving",
     ],
-    "models.common.embeddings.rotary_pos_embedding": ["RotaryEmbedding.get_emb"],
     "models.common.language_module.language_module": ["LanguageModule.setup_embeddings_and_output_layer"],
     "distributed.param_and_grad_buffer": ["_ParamAndGradBuffer.__init__", "_ParamAndGradBucketGroup.start_grad_sync"],
     "optimizer.clip_grads": ["get_grad_norm_fp32", "count_zeros_fp32", "clip_grad_by_total_norm_fp32"],
@@ -52,7 +48,6 @@ _CUDA_FUNCTIONS = {
     "optimizer.distrib_optimizer": [
         "DistributedOptimizer.__init__",
         "DistributedOptimizer._build_model_and_main_param_groups",
-        "DistributedOptimizer.get_parameter_state_dp_zero",
     ],
     "dist_checkpointing.strategies.filesystem_async": ["FileSystemWriterAsync.preload_tensors"],
     "dist_checkpointing.strategies.state_dict_saver": ["save_state_dict_async_finalize", "verify_global_md_reuse"],
@@ -67,7 +62,6 @@ def install() -> bool:
     found = importlib.metadata.version("megatron-core")  # megatron.core.__version__ adds the git hash of the folder it is run in
     if found != MEGATRON_VERSION:
         raise RuntimeError(f"megarl needs megatron-core {MEGATRON_VERSION}, found {found}")
-    _patch_distributed_adam()
     if torch.cuda.is_available():
         return False
     for module, functions in _CUDA_FUNCTIONS.items():
@@ -160,46 +154,3 @@ def _patch_checkpoint_queue() -> None:
 
     if filesystem_async._results_queue is None:
         filesystem_async._results_queue = queue.Queue()
-
-
-def _patch_distributed_adam() -> None:
-    """On every device: torch's AdamW (no transformer-engine, no apex) under DistributedOptimizer cannot resume in 0.19.2.
-
-    A fresh optimizer has no `step` to load into, the load copies in place into views of leaf tensors, and afterwards all
-    parameters share ONE `step` tensor, which then advances once per parameter.
-    """
-    from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE, DistributedOptimizer
-
-    if HAVE_APEX_OR_TE or getattr(DistributedOptimizer, "_megarl_patched", False):
-        return
-    stock_sharded_state_dict = DistributedOptimizer.sharded_state_dict
-    stock_load_state_dict = DistributedOptimizer.load_state_dict
-
-    def sharded_state_dict(self, model_sharded_state_dict, is_loading=False, *args, **kwargs):
-        if is_loading:
-            for parameter in (p for group in self.optimizer.param_groups for p in group["params"]):
-                state = self.optimizer.state[parameter]
-                if not state:
-                    zeros = torch.zeros_like(parameter.detach())
-                    state.update(step=torch.tensor(0.0), exp_avg=zeros, exp_avg_sq=zeros.clone())
-        return stock_sharded_state_dict(self, model_sharded_state_dict, is_loading, *args, **kwargs)
-
-    def load_state_dict(self, state_dict):
-        stock_load_state_dict(self, state_dict)
-        for state in self.optimizer.state.values():
-            if isinstance(state.get("step"), torch.Tensor):
-                state["step"] = state["step"].clone()
-
-    @torch.no_grad()
-    def set_main_param_and_optimizer_states(self, model_param, tensors):
-        group, position = self.model_param_group_index_map[model_param]
-        parameter = self.optimizer.param_groups[group]["params"][position]
-        state = self.optimizer.state[parameter]
-        for name, target in {"param": parameter, **{key: state[key] for key in self.optimizer_state_keys}}.items():
-            if isinstance(tensors[name], torch.Tensor):
-                target.copy_(tensors[name])
-
-    DistributedOptimizer.sharded_state_dict = sharded_state_dict
-    DistributedOptimizer.load_state_dict = load_state_dict
-    DistributedOptimizer._set_main_param_and_optimizer_states = set_main_param_and_optimizer_states
-    DistributedOptimizer._megarl_patched = True

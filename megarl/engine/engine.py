@@ -28,7 +28,13 @@ Loss = Callable[[torch.Tensor, Batch], tuple[torch.Tensor, dict[str, torch.Tenso
 
 class Engine:
     def __init__(
-        self, model_path: str, dtype: str, max_tokens_per_gpu: int, trainable: bool = True, load_weights: bool = True
+        self,
+        model_path: str,
+        dtype: str,
+        max_tokens_per_gpu: int,
+        sequence_parallel: bool = False,
+        trainable: bool = True,
+        load_weights: bool = True,
     ):
         """Build this rank's part of the model and load it from an HF folder; needs `parallel.initialize` first.
 
@@ -38,7 +44,7 @@ class Engine:
         self.shape = ModelShape.read(model_path)
         self.max_tokens_per_gpu = max_tokens_per_gpu
         self.dtype = getattr(torch, dtype)
-        self.config = transformer_config(self.shape, self.dtype)
+        self.config = transformer_config(self.shape, self.dtype, sequence_parallel)
         self.model = build_model(self.shape, self.config)
         if load_weights:
             load_hf_weights(self.model, self.shape, model_path)
@@ -101,21 +107,25 @@ class Engine:
 
     def logprobs(
         self, samples: list[Sample], temperature: float, reference: bool = False
-    ) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    ) -> dict[int, tuple[torch.Tensor, torch.Tensor | None]]:
         """Position in `samples` -> (log-probs, entropy), each [L] float32 on CPU and 0 where not trained.
 
         Only this replica's samples, on reporting ranks; {} elsewhere. At logits/temperature; `reference` uses the weights
-        of `capture_reference`.
+        of `capture_reference`, without entropies (None).
         """
 
         def head(logprobs_T, entropy_T, batch):
-            kept = [x.masked_fill(~batch.loss_mask, 0.0).cpu() for x in (logprobs_T, entropy_T)]
             lengths = batch.cu_seqlens.diff().tolist()
-            return logprobs_T.sum(), {"per_sequence": list(zip(*(x.split(lengths) for x in kept)))}
+
+            def per_sequence(values_T):
+                return values_T.masked_fill(~batch.loss_mask, 0.0).cpu().split(lengths)
+
+            entropies = [None] * len(lengths) if entropy_T is None else per_sequence(entropy_T)
+            return logprobs_T.sum(), {"per_sequence": list(zip(per_sequence(logprobs_T), entropies))}
 
         plan, batches = self._microbatches(samples)
         with self._reference_weights() if reference else contextlib.nullcontext(), torch.no_grad():
-            results = self._run(batches, head, temperature, forward_only=True, entropy=True)
+            results = self._run(batches, head, temperature, forward_only=True, entropy=not reference)
         if not parallel.reports_results():
             return {}
         return {
@@ -147,7 +157,8 @@ class Engine:
         lengths = [len(sample.token_ids) for sample in samples]
         plan = plan_microbatches(lengths, self.max_tokens_per_gpu, parallel.data_parallel_size())[parallel.data_parallel_rank()]
         denominators = count_denominators(samples)
-        batches = [pack([samples[i] for i in indices], *denominators, parallel.device()) for indices in plan]
+        multiple_of = parallel.tensor_parallel_size() if self.config.sequence_parallel else 1
+        batches = [pack([samples[i] for i in indices], *denominators, parallel.device(), multiple_of) for indices in plan]
         return plan, batches
 
     def _run(self, batches, head, temperature, forward_only, entropy=False) -> list[dict]:
@@ -156,17 +167,19 @@ class Engine:
     @contextlib.contextmanager
     def _reference_weights(self):
         assert self._reference is not None, "capture_reference() comes first"
-        current = [parameter.detach().clone() for parameter in self.model.parameters()]
-        self._copy_weights(self._reference)
+        self._swap_reference()
         try:
             yield
         finally:
-            self._copy_weights(current)
+            self._swap_reference()
 
     @torch.no_grad()
-    def _copy_weights(self, weights: list[torch.Tensor]) -> None:
-        for parameter, weight in zip(self.model.parameters(), weights):
-            parameter.copy_(weight)
+    def _swap_reference(self) -> None:
+        """Exchange the model's weights with the host copy, one tensor at a time: no second model on the device."""
+        for parameter, held in zip(self.model.parameters(), self._reference, strict=True):
+            mine = parameter.detach().to("cpu", copy=True)
+            parameter.copy_(held)
+            held.copy_(mine)
 
 
 def _sums(results: list[dict]) -> dict[str, float]:

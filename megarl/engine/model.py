@@ -18,7 +18,7 @@ from megarl.engine.modules import PackedAttention, RMSNorm
 from megarl.errors import ConfigError
 
 
-def transformer_config(shape: ModelShape, dtype: torch.dtype) -> TransformerConfig:
+def transformer_config(shape: ModelShape, dtype: torch.dtype, sequence_parallel: bool) -> TransformerConfig:
     """Megatron's config for this model on the groups that `parallel.initialize` made."""
     return TransformerConfig(
         num_layers=shape.num_layers,
@@ -41,6 +41,7 @@ def transformer_config(shape: ModelShape, dtype: torch.dtype) -> TransformerConf
         bf16=dtype == torch.bfloat16,
         tensor_model_parallel_size=parallel.tensor_parallel_size(),
         pipeline_model_parallel_size=parallel.pipeline_parallel_size(),
+        sequence_parallel=sequence_parallel,
         use_cpu_initialization=parallel.device().type == "cpu",
         perform_initialization=False,  # every weight is loaded
         # The loss arrives divided by its global denominators: from here on gradients are summed, never averaged.
@@ -63,10 +64,13 @@ def transformer_config(shape: ModelShape, dtype: torch.dtype) -> TransformerConf
 
 def build_model(shape: ModelShape, config: TransformerConfig) -> GPTModel:
     """This rank's pipeline stage, on its device, weights not set."""
-    layer = get_gpt_layer_local_spec(normalization="RMSNorm")
+    layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm
-    layer.submodules.self_attention.submodules.core_attention = PackedAttention
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
     block = TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=RMSNorm)
     model = GPTModel(
         config,

@@ -1,6 +1,7 @@
 """Device, backend, groups and collectives: the only file that knows whether this is ("cuda", nccl) or ("cpu", gloo)."""
 
 import datetime
+import math
 import os
 
 import torch
@@ -30,7 +31,7 @@ def initialize(
 ) -> None:
     """Join the role's ranks, cut Megatron's groups and seed all generators. Order of ranks: TP fastest, then DP, then PP.
 
-    Raises torch's DistStoreError where not all ranks join before `timeout_s`.
+    `timeout_s` bounds the joining, then every collective. Raises torch's DistStoreError where not all ranks join.
     """
     cpu_compat.install()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
@@ -44,7 +45,9 @@ def initialize(
         timeout=datetime.timedelta(seconds=timeout_s),
     )
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=tensor_parallel_size, pipeline_model_parallel_size=pipeline_parallel_size
+        tensor_model_parallel_size=tensor_parallel_size,
+        pipeline_model_parallel_size=pipeline_parallel_size,
+        distributed_timeout_minutes=math.ceil(timeout_s / 60),
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     torch.manual_seed(seed)  # the line above leaves torch's own CPU generator alone
@@ -95,6 +98,21 @@ def reports_results() -> bool:
 def sends_weights() -> bool:
     """True on the one rank of each pipeline stage that sends the stage's weights to the servers: DP 0, TP 0."""
     return data_parallel_rank() == 0 and tensor_parallel_rank() == 0
+
+
+def barrier() -> None:
+    """Of all ranks of the role."""
+    dist.barrier()
+
+
+def is_rank_zero() -> bool:
+    return dist.get_rank() == 0
+
+
+def synchronize() -> None:
+    """Wait for what was queued on the device."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def tensor_parallel_max_(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,5 @@
 """The actor's end of weight sync: a pipeline stage's weights as HF tensors, in buckets, broadcast to the servers."""
 
-import torch
 import torch.distributed as dist
 
 from megarl.engine import parallel
@@ -32,8 +31,7 @@ class WeightSender:
         for bucket in self._buckets():
             if parallel.sends_weights():
                 dist.broadcast(flatten(bucket), src=0, group=self.group)
-        if parallel.device().type == "cuda":
-            torch.cuda.synchronize()
+        parallel.synchronize()
 
     def _buckets(self):
         """Lists of (HF name, tensor) of at most `bucket_bytes`; a larger tensor is a bucket of its own."""

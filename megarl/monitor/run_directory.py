@@ -11,7 +11,6 @@ from pathlib import Path
 import yaml
 
 from megarl.config import Config
-from megarl.errors import ConfigError
 from megarl.sample import Sample
 
 PACKAGES = ("megarl", "torch", "megatron-core", "sglang", "ray", "transformers", "transformer-engine", "numpy")
@@ -21,10 +20,7 @@ class RunDirectory:
     """Owns the files of one run; each line is on disk when its call returns."""
 
     def __init__(self, config: Config, command: list[str], device: str):
-        """Raises ConfigError where the directory was used by another run: nothing is ever overwritten."""
         self.path = config.run_path
-        if (self.path / "config.yaml").exists():
-            raise ConfigError(f"name: {self.path} holds an earlier run; give this one another name (name=...) or remove it")
         for folder in ("logs", "checkpoints"):
             (self.path / folder).mkdir(parents=True, exist_ok=True)
         (self.path / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))

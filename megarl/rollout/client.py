@@ -137,7 +137,7 @@ class RolloutClient:
 
     def weight_versions(self, timeout_s: float | None = None) -> list[str]:
         """Of every server, as it says itself; "-1" if none was ever pushed."""
-        calls = [self._call(url, "/model_info", None, timeout_s or self.request_timeout_s) for url in self.urls]
+        calls = [self._control(url, "/model_info", None, timeout_s) for url in self.urls]
         return [str(answer["weight_version"]) for answer in self.start(_all(calls)).result()]
 
     def init_weights_group(
@@ -265,13 +265,14 @@ class RolloutClient:
     def _control_all(self, path: str, body: dict, timeout_s: float | None) -> concurrent.futures.Future:
         return self.start(_all([self._control(url, path, body, timeout_s) for url in self.urls]))
 
-    async def _control(self, url: str, path: str, body: dict, timeout_s: float | None) -> None:
+    async def _control(self, url: str, path: str, body: dict | None, timeout_s: float | None) -> Any:
         try:
             answer = await self._call(url, path, body, timeout_s or self.request_timeout_s)
         except ServerFault as fault:
             raise RunError(f"{url}{path}: {fault}") from fault
         if isinstance(answer, dict) and answer.get("success") is False:
             raise RunError(f"{url}{path}: {answer.get('message')}")
+        return answer
 
     async def _call(self, url: str, path: str, body: dict | None, timeout_s: float) -> Any:
         """The answer's JSON, or its text where it is none. Raises ServerFault, or RunError for HTTP 4xx."""

@@ -59,9 +59,12 @@ def guard(parent_pid: int, arguments: list[str]) -> None:
         kill_session(os.getpid())
         remove_segments(segments)
         shutil.rmtree(scratch, ignore_errors=True)
-    if child.wait() < 0 and not told_to_stop:
-        os.kill(os.getpid(), -child.returncode)
-    sys.exit(max(0, child.returncode))
+    code = child.wait()
+    if code < 0 and not told_to_stop:
+        if -code != signal.SIGKILL:
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    sys.exit(max(0, code))
 
 
 def serve(arguments: list[str]) -> None:
@@ -133,8 +136,9 @@ def remove_segments(inodes: set[int]) -> None:
     """Remove SGLang's segments, and semaphores of multiprocessing, whose own cleaner was killed. By inode: glibc maps a
     semaphore under another name than it gets."""
     for path in Path("/dev/shm").iterdir():
-        if path.name.startswith(("sglang_", "sgl_", "sem.mp-")) and path.stat().st_ino in inodes:
-            path.unlink()
+        with contextlib.suppress(FileNotFoundError):  # the guardian of another server cleans up at the same time
+            if path.name.startswith(("sglang_", "sgl_", "sem.mp-")) and path.stat().st_ino in inodes:
+                path.unlink()
 
 
 def wait_for(condition, timeout_s: float) -> bool:

@@ -4,6 +4,7 @@
 outlives its supervisor (launch.py) and never speaks for another one (`_answers`).
 """
 
+import http.client
 import json
 import os
 import re
@@ -12,7 +13,6 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 import uuid
 from pathlib import Path
@@ -26,6 +26,7 @@ CPU_OPS = Path(__file__).resolve().parent / "sglang_cpu_ops"
 NEVER_PUSHED = -1  # the weight version of a server that still has the weights of its model folder
 PORT_ATTEMPTS = 3  # with ports of our own choice
 POLL_S = 0.5
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy of the site does not know our servers
 HEALTH_TIMEOUT_S = 25.0  # SGLang answers /health after one generated token, or 503 after 20 s
 
 # SGLang 0.5.17 takes prompts up to its context length - 7 and clips responses, in silence, at its context length - 2
@@ -74,7 +75,7 @@ class Server:
         if device not in ("cpu", "cuda"):
             raise ConfigError(f"device: {device!r} is neither cpu nor cuda")
         if errors := check_server_args(server_args):
-            raise ConfigError("\n".join(errors))
+            raise ConfigError("\n".join(f"rollout.server_args.{key}: {text}" for key, text in errors))
         self.model_path = str(model_path)
         self.dtype = dtype
         self.device = device
@@ -178,7 +179,7 @@ class Server:
             self._log_start = log.tell()
             self._process = subprocess.Popen(
                 self.command(),
-                env=environment(self.device, self.tensor_parallel),
+                env=environment(self.device, self.tensor_parallel, self.host),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -189,11 +190,11 @@ class Server:
         """Whether our server, not another one that got the same port, generates tokens."""
         timeout_s = max(1.0, min(HEALTH_TIMEOUT_S, self._deadline - time.monotonic()))
         try:
-            with urllib.request.urlopen(f"{self.url}/health", timeout=timeout_s):
+            with DIRECT.open(f"{self.url}/health", timeout=timeout_s):
                 pass
-            with urllib.request.urlopen(f"{self.url}/v1/models", timeout=timeout_s) as response:
+            with DIRECT.open(f"{self.url}/v1/models", timeout=timeout_s) as response:
                 models = json.load(response)
-        except (OSError, ValueError):  # refused, reset, late, 503, or no JSON: not ours or not yet
+        except (OSError, ValueError, http.client.HTTPException):  # refused, late, 503, no HTTP or no JSON: not ours or not yet
             return False
         return [model.get("id") for model in models.get("data", [])] == [self._name]
 
@@ -209,7 +210,7 @@ class Server:
         return f"log {self.log_path}:\n{log_excerpt(self._log_since_start())}" if self.log_path.exists() else "no log"
 
 
-def environment(device: str, tensor_parallel: int) -> dict[str, str]:
+def environment(device: str, tensor_parallel: int, host: str) -> dict[str, str]:
     """The environment of a server's processes: ours, plus what stock SGLang 0.5.17 needs on this device."""
     env = dict(os.environ)
     env.pop("PYTHONDONTWRITEBYTECODE", None)  # three processes import half a minute of modules
@@ -223,6 +224,8 @@ def environment(device: str, tensor_parallel: int) -> dict[str, str]:
         "SGLANG_KILLPG_ON_SCHEDULER_EXCEPTION": "1",  # a crash ends the whole server, now
         "SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS": "1",  # else it lingers for a minute
     }
+    if host == "127.0.0.1":
+        env.setdefault("GLOO_SOCKET_IFNAME", "lo")  # as the actor's ranks: the machine's own name need not resolve
     if device == "cpu":
         python_path.insert(0, str(CPU_OPS))
         env |= {

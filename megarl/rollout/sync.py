@@ -1,11 +1,16 @@
 """Actor weights -> rollout servers: one broadcast group per pipeline stage, one coordinator that orders everything."""
 
 import time
+from concurrent import futures
+from concurrent.futures import Future
 
 from megarl.cluster.actor import ActorGroup
+from megarl.cluster.waiting import raise_failed, wait_all
 from megarl.config import SyncConfig
 from megarl.errors import RunError
 from megarl.rollout.client import RolloutClient
+
+POLL_S = 0.2  # between looks at the senders while the servers receive
 
 
 class WeightSync:
@@ -37,41 +42,48 @@ class WeightSync:
                 )
                 for index in range(len(client.urls))
             ]
-            for server in servers:
-                server.result()
-            actor.wait(joining, f"joining the weight group of stage {stage}", self.timeout_s)
+            self._wait(servers, joining, f"joining the weight group of stage {stage}")
+            wait_all(joining, f"joining the weight group of stage {stage}", self.timeout_s)
 
-    def push(self, version: int) -> float:
-        """Give every server the actor's present weights as `version`; seconds taken.
+    def push(self, version: int) -> None:
+        """Give every server the actor's present weights as `version`.
 
-        New requests wait meanwhile and cached prefixes are forgotten. Raises RunError, naming the stage and bucket or the
-        server, where any part fails or is late: the servers then hold a mixture and the run must end.
+        New requests wait meanwhile and cached prefixes are forgotten. Raises RunError, naming the stage and the bucket, and
+        the server or the rank, where any part fails or is late: the servers then hold a mixture and the run must end.
         """
-        start = time.perf_counter()
         self.client.close_gate()
         self.client.pause(self.timeout_s)
         for stage, buckets in enumerate(self.plans):
             sending = self.actor.start_send(stage)
             for i, bucket in enumerate(buckets):
                 last = stage == len(self.plans) - 1 and i == len(buckets) - 1
-                try:
-                    self.client.update_weights(
-                        bucket.names,
-                        bucket.dtypes,
-                        bucket.shapes,
-                        self._group(stage),
-                        flush_cache=last,
-                        weight_version=str(version) if last else None,
-                        timeout_s=self.timeout_s,
-                    ).result()
-                except RunError as error:
-                    where = f"weight sync to version {version}, stage {stage}, bucket {i + 1} of {len(buckets)}"
-                    raise RunError(f"{where}: {error}") from error
-            self.actor.wait(sending, f"sending stage {stage} of version {version}", self.timeout_s)
+                receiving = self.client.update_weights(
+                    *bucket,
+                    self._group(stage),
+                    flush_cache=last,
+                    weight_version=str(version) if last else None,
+                    timeout_s=self.timeout_s,
+                )
+                where = f"weight sync to version {version}, stage {stage}, bucket {i + 1} of {len(buckets)}"
+                self._wait([receiving], sending, where)
+            wait_all(sending, f"weight sync to version {version}, stage {stage}", self.timeout_s)
         self.client.resume(self.timeout_s)
         self._check_versions(version)
         self.client.open_gate()
-        return time.perf_counter() - start
+
+    def _wait(self, servers: list[Future], sending: dict, where: str) -> None:
+        """Until the servers are done; a failure on either side ends the wait, as the other would hang in a collective."""
+        deadline = time.monotonic() + self.timeout_s
+        while servers:
+            done, servers = futures.wait(servers, timeout=POLL_S, return_when=futures.FIRST_COMPLETED)
+            try:
+                for server in done:
+                    server.result()
+                raise_failed(sending, "sending")
+            except RunError as error:
+                raise RunError(f"{where}: {error}") from error
+            if servers and time.monotonic() > deadline:
+                raise RunError(f"{where}: not done within sync.timeout_s={self.timeout_s:g} s")
 
     def _check_versions(self, version: int) -> None:
         for url, found in zip(self.client.urls, self.client.weight_versions(self.timeout_s)):

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from megarl.algorithms import ADVANTAGES
-from megarl.algorithms.advantages import num_zero_variance_groups
 from megarl.sample import Prompt, Sample
 
 grpo = ADVANTAGES["grpo"]
@@ -68,11 +67,6 @@ def test_truncated_and_completed_responses_are_masked_by_length():
 
 def test_a_small_spread_on_a_large_offset_is_not_lost():
     assert advantages_of([1e6 + 1, 1e6 + 1, 1e6 + 1, 1e6], True) == pytest.approx([0.5, 0.5, 0.5, -1.5], abs=1e-6)
-
-
-def test_zero_variance_groups_are_counted():
-    samples = [sample_with(r, g) for r, g in [(0.1, 0), (0.1, 0), (0.1, 0), (1, 1), (0, 1), (1, 2)]]
-    assert num_zero_variance_groups(samples) == 2
 
 
 def test_a_sample_without_reward_is_our_mistake():

@@ -43,6 +43,13 @@ def test_values_at_predicting_positions_move_to_the_predicted_tokens_of_their_ow
     assert batch.align(torch.tensor([10.0, 11.0, 12.0, 13.0, 14.0])).tolist() == [0.0, 10.0, 11.0, 0.0, 13.0]
 
 
+def test_a_microbatch_is_filled_up_by_an_untrained_sequence():
+    batch = pack([sample([1, 2], [5])], 1, 1, torch.device("cpu"), multiple_of=4)
+    assert batch.token_ids.tolist() == [1, 2, 5, 0] and batch.loss_mask.tolist() == [False, False, True, False]
+    assert batch.cu_seqlens.tolist() == [0, 3, 4] and batch.positions.tolist() == [0, 1, 2, 0]
+    assert pack([sample([1, 2], [5])], 1, 1, torch.device("cpu"), multiple_of=3).cu_seqlens.tolist() == [0, 3]
+
+
 def test_an_empty_microbatch_has_one_untrained_token():
     batch = pack([], 5, 2, torch.device("cpu"))
     assert batch.token_ids.shape == (1,) and not batch.loss_mask.any() and batch.num_loss_tokens == 5

@@ -16,7 +16,7 @@ from megarl.config import OptimizerConfig
 from megarl.sample import Prompt, Sample
 
 TOOL = Path(__file__).parents[2] / "tools" / "convert_ckpt.py"
-IDS = [5, 6, 7, 8, 9, 3, 90]
+SEQUENCES = [[5, 6, 7, 8, 9, 3, 90], list(range(100, 60, -1)), [1, 100] * 9]
 
 
 def train_and_save(rank, model, folder):
@@ -26,17 +26,19 @@ def train_and_save(rank, model, folder):
 
     engine = Engine(str(model), "float32", 1000)
     engine.use_optimizer(OptimizerConfig())
-    samples = [Sample.from_response(Prompt([], IDS[:1]), IDS[1:], group_id=0, index=0)]
+    samples = [Sample.from_response(Prompt([], ids[:1]), ids[1:], group_id=0, index=0) for ids in SEQUENCES]
     engine.train_step(samples, sft_loss, 1e-2, 1.0)
     checkpoint.save(engine, model, folder)
     return {i: x[0].tolist() for i, x in engine.logprobs(samples, 1.0).items()}
 
 
-@pytest.mark.parametrize("family, tied", [("qwen2", True), ("llama", False)])
+@pytest.mark.parametrize("family, tied", [("qwen2", False), ("llama", True)])
 def test_exported_folder_gives_equal_logprobs_in_transformers(tmp_path, family, tied):
     from transformers import AutoModelForCausalLM
 
     model = write_hf_model(tmp_path / "model", family, tied, vocab_size=101, num_layers=2)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))  # as released; trained in float32
     run = tmp_path / "run"
     results = run_ranks(
         train_and_save, 4, model, run / "checkpoints" / "step_000007", tensor_parallel=2, pipeline_parallel=2
@@ -46,12 +48,13 @@ def test_exported_folder_gives_equal_logprobs_in_transformers(tmp_path, family, 
 
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["vocab_size"] == 101 and config["tie_word_embeddings"] is tied
-    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert exported.get_input_embeddings().weight.shape[0] == 101
-    logits = exported(torch.tensor([IDS])).logits[0]
-    expected = logits.log_softmax(-1)[torch.arange(len(IDS) - 1), IDS[1:]]
-    (logprobs,) = [values for result in results for values in result.values()]
-    torch.testing.assert_close(torch.tensor(logprobs[1:]), expected.detach(), atol=1e-5, rtol=0)
+    logprobs = {i: values for result in results for i, values in result.items()}
+    for i, ids in enumerate(SEQUENCES):
+        logits = exported(torch.tensor([ids])).logits[0]
+        expected = logits.log_softmax(-1)[torch.arange(len(ids) - 1), ids[1:]]
+        torch.testing.assert_close(torch.tensor(logprobs[i][1:]), expected.detach(), atol=1e-5, rtol=0)
 
     again = subprocess.run([sys.executable, TOOL, "--to-hf", run, tmp_path / "out"], capture_output=True, text=True, timeout=300)
     assert again.returncode == 2 and "exists already" in again.stderr

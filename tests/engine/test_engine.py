@@ -1,9 +1,11 @@
+from functools import partial
+
 import pytest
 import torch
 from hf_models import write_hf_model
 from ranks import run_ranks
 
-from megarl.algorithms.losses import sft_loss
+from megarl.algorithms.losses import policy_loss, sft_loss
 from megarl.config import OptimizerConfig
 from megarl.sample import Prompt, Sample
 
@@ -23,39 +25,70 @@ def weights(engine):
     return torch.cat([tensor.flatten() for _, tensor in engine.hf_tensors()]).clone()
 
 
-def per_token_gradient(rank, folder, microbatches):
-    """Gradient norm of sum of -logprob * c / N, for given micro-batches' samples; N is that of all of them."""
+LOSSES = {
+    "sft": sft_loss,
+    "policy, token mean": partial(policy_loss, clip_low=0.2, clip_high=0.2, loss_aggregation="token_mean"),
+    "policy, sequence mean": partial(policy_loss, clip_low=0.2, clip_high=0.2, loss_aggregation="sequence_mean"),
+}
+
+
+def gradients(rank, folder, samples, loss):
+    """(loss of this rank, all gradients after the reduction) with micro-batches of one sample each."""
+    from megarl.engine.engine import Engine
+
+    engine = Engine(folder, "float32", max_tokens_per_gpu=1)
+    engine.use_optimizer(OptimizerConfig())
+    gradient = []
+    take_step = engine.optimizer.step
+
+    def recording_step():
+        gradient.extend(p.main_grad.clone() for p in engine.model.parameters())
+        return take_step()
+
+    engine.optimizer.step = recording_step
+    result = engine.train_step(samples, loss, 1e-3, 1.0)
+    return result.get("loss", 0.0), torch.cat([g.flatten() for g in gradient]).numpy()
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_step_has_the_same_loss_and_gradient_on_one_rank_and_on_two_with_unequal_shares(folder, loss):
+    """O10: three trained tokens on one rank, one on the other."""
+    samples = [sample([5, 6, 7, 8]), sample([5, 4])]
+    for s, advantage in zip(samples, (1.0, -0.5)):
+        s.old_logprobs = torch.full((len(s.token_ids),), -4.0)
+        s.advantages = torch.full((len(s.token_ids),), advantage)
+    ((one_loss, one_gradient),) = run_ranks(gradients, 1, folder, samples, LOSSES[loss])
+    two = run_ranks(gradients, 2, folder, samples, LOSSES[loss])
+    assert sum(rank_loss for rank_loss, _ in two) == pytest.approx(one_loss, rel=1e-5)
+    # The distributed optimizer leaves on each rank the reduced gradient of its own shard, and its own part elsewhere.
+    differences = torch.stack([(torch.tensor(gradient) - torch.tensor(one_gradient)).abs() for _, gradient in two])
+    assert torch.tensor(one_gradient).abs().max() > 1e-3
+    assert differences.min(dim=0).values.max() < 1e-6 and differences.max() > 1e-6
+
+
+def norm_and_loss(rank, folder, samples):
     from megarl.engine.engine import Engine
 
     engine = Engine(folder, "float32", max_tokens_per_gpu=6)
     engine.use_optimizer(OptimizerConfig())
-    result = engine.train_step([s for batch in microbatches for s in batch], sft_loss, 1e-3, 1.0)
-    return result["grad_norm"], result.get("loss")
-
-
-def test_token_mean_is_over_all_ranks_when_they_hold_unequal_numbers(folder):
-    """O10: three trained tokens on one rank and one on the other."""
-    batches = [[sample([5, 6, 7, 8, 9, 3])], [sample([5, 4])]]
-    (one,) = run_ranks(per_token_gradient, 1, folder, batches)
-    two = run_ranks(per_token_gradient, 2, folder, batches)
-    assert sum(loss for _, loss in two) == pytest.approx(one[1], rel=1e-6)
-    assert two[0][0] == two[1][0] == pytest.approx(one[0], rel=1e-5)
+    result = engine.train_step(samples, sft_loss, 1e-3, 1.0)
+    return result["grad_norm"], result["loss"]
 
 
 def test_a_rank_without_trained_tokens_takes_part(folder):
     """O11 (a), (b): one rank's samples are all masked, or it has none at all."""
-    with_masked = run_ranks(per_token_gradient, 2, folder, [[sample([5, 6, 7, 8, 9])], [sample([5, 4, 3, 2], trained=False)]])
-    without = run_ranks(per_token_gradient, 2, folder, [[sample([5, 6, 7, 8, 9])]])
-    (one,) = run_ranks(per_token_gradient, 1, folder, [[sample([5, 6, 7, 8, 9])]])
+    with_masked = run_ranks(norm_and_loss, 2, folder, [sample([5, 6, 7, 8, 9]), sample([5, 4, 3, 2], trained=False)])
+    without = run_ranks(norm_and_loss, 2, folder, [sample([5, 6, 7, 8, 9])])
+    (one,) = run_ranks(norm_and_loss, 1, folder, [sample([5, 6, 7, 8, 9])])
     for results in (with_masked, without):
         assert sum(loss for _, loss in results) == pytest.approx(one[1], rel=1e-6)
         assert results[0][0] == pytest.approx(one[0], rel=1e-5)
 
 
-def reference_check(rank, folder):
+def reference_check(rank, folder, dtype):
     from megarl.engine.engine import Engine
 
-    engine = Engine(folder, "float32", 1000)
+    engine = Engine(folder, dtype, 1000)
     engine.use_optimizer(OptimizerConfig())
     samples = [sample([5, 6, 7, 8, 9])]
     first = {i: x[0] for i, x in engine.logprobs(samples, 1.0).items()}
@@ -71,8 +104,9 @@ def reference_check(rank, folder):
     )
 
 
-def test_reference_logprobs_are_those_of_the_captured_weights_and_leave_the_actor_as_it_was(folder):
-    assert run_ranks(reference_check, 2, folder, tensor_parallel=2) == [(True, True, True)] * 2
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_reference_logprobs_are_those_of_the_captured_weights_and_leave_the_actor_as_it_was(folder, dtype):
+    assert run_ranks(reference_check, 2, folder, dtype, tensor_parallel=2) == [(True, True, True)] * 2
 
 
 def not_finite(rank, folder):

@@ -48,7 +48,7 @@ def test_a_tied_output_layer_reads_the_embedding():
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported; supported: llama, qwen2"),
+        ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported; supported: llama, mistral, qwen2, qwen3"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope scaling .*yarn.* is not supported"),
     ],
 )

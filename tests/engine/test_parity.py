@@ -10,14 +10,27 @@ from megarl.config import OptimizerConfig
 from megarl.sample import Prompt, Sample
 
 VOCAB_SIZE = 101  # padded inside to 128 or 256
-LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 1), (1, 1, 2)]  # tensor, pipeline, data parallel
+LAYOUTS = {  # tensor, pipeline, data parallel, sequence parallel
+    "one rank": (1, 1, 1, False),
+    "TP 2": (2, 1, 1, False),
+    "TP 2 SP": (2, 1, 1, True),
+    "PP 2": (1, 2, 1, False),
+    "TP 2 PP 2": (2, 2, 1, False),
+    "TP 2 PP 2 SP": (2, 2, 1, True),
+    "DP 2": (1, 1, 2, False),
+}
 
 
 LLAMA3_ROPE = {
     "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }  # fmt: skip
-MODELS = {"qwen2-tied": ("qwen2", True, {}), "llama3-untied": ("llama", False, {"rope_parameters": LLAMA3_ROPE})}
+MODELS = {
+    "qwen2-tied": ("qwen2", True, {}),
+    "llama3-untied": ("llama", False, {"rope_parameters": LLAMA3_ROPE}),
+    "qwen3": ("qwen3", False, {"head_dim": 16}),
+    "mistral": ("mistral", False, {"head_dim": 8, "sliding_window": None}),
+}
 
 
 @pytest.fixture(scope="module", params=MODELS.values(), ids=MODELS.keys())
@@ -42,12 +55,12 @@ def samples_of(sequences):
     return [Sample.from_response(Prompt([], s[:1]), s[1:], group_id=0, index=i) for i, s in enumerate(sequences)]
 
 
-def forward_and_step(rank, folder, sequences):
+def forward_and_step(rank, folder, sequences, sequence_parallel):
     """({sample: full logits}, {sample: log-probs}, train_step's result) of this rank."""
     from megarl.engine import parallel, step
     from megarl.engine.engine import Engine
 
-    engine = Engine(str(folder), "float32", max_tokens_per_gpu=40)
+    engine = Engine(str(folder), "float32", max_tokens_per_gpu=40, sequence_parallel=sequence_parallel)
     seen = []
     inner = step.logprobs_and_entropy
 
@@ -63,26 +76,32 @@ def forward_and_step(rank, folder, sequences):
     logits = {}
     for indices, logits_TV in zip(plan, seen):
         lengths = [len(sequences[i]) for i in indices]
-        logits |= {i: x.numpy() for i, x in zip(indices, logits_TV.split(lengths))}
+        logits |= {i: x.numpy() for i, x in zip(indices, logits_TV[: sum(lengths)].split(lengths))}
     engine.use_optimizer(OptimizerConfig())
     return logits, logprobs, engine.train_step(samples, sft_loss, learning_rate=1e-3, temperature=1.0)
 
 
-@pytest.mark.parametrize("tensor, pipeline, data", LAYOUTS)
-def test_logits_loss_and_gradient_norm_equal_transformers(reference, tensor, pipeline, data):
+@pytest.mark.parametrize("tensor, pipeline, data, sequence_parallel", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_logits_loss_and_gradient_norm_equal_transformers(reference, tensor, pipeline, data, sequence_parallel):
     folder, sequences, hf_logits, hf_loss, hf_norm = reference
     world_size = tensor * pipeline * data
     results = run_ranks(
-        forward_and_step, world_size, folder, sequences, tensor_parallel=tensor, pipeline_parallel=pipeline
+        forward_and_step,
+        world_size,
+        folder,
+        sequences,
+        sequence_parallel,
+        tensor_parallel=tensor,
+        pipeline_parallel=pipeline,
     )
     logits = {i: x for result in results for i, x in result[0].items()}
     logprobs = {i: x for result in results for i, x in result[1].items()}
     assert logits.keys() == logprobs.keys() == set(range(len(sequences)))
     for i, expected in enumerate(hf_logits):
         assert logits[i].shape[1] >= VOCAB_SIZE
-        torch.testing.assert_close(torch.tensor(logits[i][:, :VOCAB_SIZE]), expected, atol=1e-4, rtol=0)
+        torch.testing.assert_close(torch.tensor(logits[i][:, :VOCAB_SIZE]), expected, atol=1e-5, rtol=0)
         expected_logprobs = expected.log_softmax(-1)[torch.arange(len(expected) - 1), sequences[i][1:]]
-        torch.testing.assert_close(torch.tensor(logprobs[i][1:]), expected_logprobs, atol=1e-4, rtol=0)
+        torch.testing.assert_close(torch.tensor(logprobs[i][1:]), expected_logprobs, atol=1e-5, rtol=0)
         assert logprobs[i][0] == 0.0
     assert sum(result[2].get("loss", 0.0) for result in results) == pytest.approx(hf_loss, rel=1e-5)
     for result in results:

@@ -5,6 +5,6 @@ its HF config adds to Megatron's TransformerConfig), and one line below. One tab
 sync: see mapping.py.
 """
 
-from megarl.engine.hf import llama, qwen2
+from megarl.engine.hf import llama, mistral, qwen2, qwen3
 
-FAMILIES = {"llama": llama, "qwen2": qwen2}
+FAMILIES = {"llama": llama, "mistral": mistral, "qwen2": qwen2, "qwen3": qwen3}

@@ -26,12 +26,13 @@ def export_hf(run_or_checkpoint: str | Path, out: str | Path) -> Path:
     shutil.rmtree(partial, ignore_errors=True)
     partial.parent.mkdir(parents=True, exist_ok=True)
     checkpoint.copy_small_files(source / checkpoint.HF_FOLDER, partial)
+    dtype = json.loads((source / "megarl.json").read_text())["dtype"]
+    set_dtype(partial / "config.json", dtype)
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     parallel.initialize(0, 1, "127.0.0.1", port, 1, 1, seed=0)
     try:
-        dtype = json.loads((source / "megarl.json").read_text())["dtype"]
         engine = Engine(str(source / checkpoint.HF_FOLDER), dtype, 1, trainable=False, load_weights=False)
         checkpoint.load(engine, source)
         save_torch_state_dict({name: tensor.clone() for name, tensor in engine.hf_tensors()}, partial)
@@ -39,6 +40,13 @@ def export_hf(run_or_checkpoint: str | Path, out: str | Path) -> Path:
         parallel.shutdown()
     os.replace(partial, out)
     return source
+
+
+def set_dtype(config_file: Path, dtype: str) -> None:
+    """transformers loads weights in the dtype that the config names: a narrower one would round them."""
+    config = json.loads(config_file.read_text())
+    config.pop("torch_dtype", None)  # the key of older transformers
+    config_file.write_text(json.dumps(config | {"dtype": dtype}, indent=2) + "\n")
 
 
 def find_checkpoint(path: Path) -> Path:

@@ -28,7 +28,7 @@ def inputs(tmp_path_factory):
 def test_two_steps_and_export(inputs, tmp_path):
     folder, overrides = inputs
     short = ["name=test", "trainer.steps=2", "algorithm.prompts_per_step=2", "algorithm.group_size=2",
-             "rollout.sampling.max_new_tokens=24", "rollout.sampling.temperature=0.7"]  # fmt: skip
+             "rollout.sampling.max_new_tokens=24", "rollout.sampling.temperature=0.7", "sync.bucket_mb=64"]  # fmt: skip
     with Run(tmp_path, str(ROOT / "configs/gsm8k_smollm2_135m.yaml"), *overrides, *short) as run:
         assert run.wait(600) == 0, run.output
     found = steps(tmp_path / "runs/test")
