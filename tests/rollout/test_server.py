@@ -41,10 +41,9 @@ def test_unknown_and_reserved_options_are_refused_with_a_hint():
     good = {"mem_fraction_static": 0.8, "cuda_graph_bs": [1, 8], "disable_radix_cache": True, "lora_paths": None}
     assert check_server_args(good) == []
     assert check_server_args({"mem_fraction_statik": 0.8, "tensor_parallel_size": 2, "load_format": {"a": 1}}) == [
-        "rollout.server_args.mem_fraction_statik: SGLang has no such option: did you mean mem_fraction_static?",
-        "rollout.server_args.tensor_parallel_size: not allowed here: set rollout.tensor_parallel",
-        "rollout.server_args.load_format: {'a': 1} must be a string, a number, a boolean, null or a list; "
-        "JSON as a string",
+        ("mem_fraction_statik", "SGLang has no such option: did you mean mem_fraction_static?"),
+        ("tensor_parallel_size", "not allowed here: set rollout.tensor_parallel"),
+        ("load_format", "{'a': 1} must be a string, a number, a boolean, null or a list; JSON as a string"),
     ]
 
 
