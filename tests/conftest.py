@@ -1,9 +1,11 @@
 """Test helpers ranks.py, hf_models.py and end_to_end.py are importable by name; GPUs are hidden except from tests/gpu."""
 
 import os
+import signal
 import sys
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+signal.signal(signal.SIGTERM, signal.default_int_handler)  # fixtures are torn down, as after Ctrl-C
 sys.path.insert(0, str(Path(__file__).parent))

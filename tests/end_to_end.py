@@ -10,6 +10,13 @@ import uuid
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+DIES_WITH_THE_TEST = """
+import os, signal, sys
+from megarl.rollout.launch import die_with_parent
+die_with_parent(os.getppid(), signal.SIGTERM)
+from megarl.cli import main
+sys.exit(main())
+"""
 TAG = "MEGARL_TEST_RUN"  # in the environment of a run and so of all its descendants
 
 
@@ -25,7 +32,7 @@ class Run:
         environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         with open(self.output_path, "wb") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "megarl", "train", *arguments],
+                [sys.executable, "-c", DIES_WITH_THE_TEST, "train", *arguments],
                 cwd=folder,
                 env=environment,
                 stdout=output,
