@@ -131,10 +131,6 @@ class RolloutClient:
     def resume(self, timeout_s: float | None = None) -> None:
         self._control_all("/continue_generation", {}, timeout_s).result()
 
-    def flush_cache(self, timeout_s: float | None = None) -> None:
-        """Forget all cached prefixes. A server that has running requests refuses, which is an error."""
-        self._control_all("/flush_cache", {}, timeout_s).result()
-
     def weight_versions(self, timeout_s: float | None = None) -> list[str]:
         """Of every server, as it says itself; "-1" if none was ever pushed."""
         calls = [self._control(url, "/model_info", None, timeout_s) for url in self.urls]

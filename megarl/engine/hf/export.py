@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import socket
 from pathlib import Path
 
 from huggingface_hub import save_torch_state_dict
@@ -11,6 +10,7 @@ from huggingface_hub import save_torch_state_dict
 from megarl.engine import checkpoint, parallel
 from megarl.engine.engine import Engine
 from megarl.errors import ConfigError
+from megarl.rollout.server import free_port
 
 
 def export_hf(run_or_checkpoint: str | Path, out: str | Path) -> Path:
@@ -28,10 +28,7 @@ def export_hf(run_or_checkpoint: str | Path, out: str | Path) -> Path:
     checkpoint.copy_small_files(source / checkpoint.HF_FOLDER, partial)
     dtype = json.loads((source / "megarl.json").read_text())["dtype"]
     set_dtype(partial / "config.json", dtype)
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    parallel.initialize(0, 1, "127.0.0.1", port, 1, 1, seed=0)
+    parallel.initialize(0, 1, "127.0.0.1", free_port("127.0.0.1"), 1, 1, seed=0)
     try:
         engine = Engine(str(source / checkpoint.HF_FOLDER), dtype, 1, trainable=False, load_weights=False)
         checkpoint.load(engine, source)
