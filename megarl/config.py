@@ -30,6 +30,9 @@ class ToyConfig(Section):
 class ModelConfig(Section):
     path: str = Field(description="Hugging Face folder: config.json, safetensors, tokenizer")
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    transformer_impl: Literal["auto", "transformer_engine", "local"] = Field(
+        "auto", description="layers of transformer-engine, or our own on torch; auto: the former where it imports"
+    )
 
 
 class DataConfig(Section):
@@ -41,17 +44,37 @@ class DataConfig(Section):
     max_prompt_tokens: int = Field(1024, ge=1, description="templated length; longer prompts are dropped, with a count")
 
 
+class OptimizerConfig(Section):
+    """AdamW and its rate. Steps are those of the loop (`trainer.steps`, `warm_start.steps`), not optimizer updates."""
+
+    learning_rate: float = Field(1e-6, gt=0, description="the peak")
+    betas: tuple[float, float] = Field((0.9, 0.95), strict=False, description="a YAML list")
+    epsilon: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    clip_grad: float = Field(1.0, gt=0, description="bound of the global gradient norm")
+    warmup_steps: int = Field(0, ge=0, description="steps over which the rate rises linearly to the peak")
+    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="how the rate falls")
+    decay_from: float = Field(0.0, ge=0, le=1, description="share of the steps after which it falls")
+    final_fraction: float = Field(0.1, ge=0, le=1, description="rate at the last step, as a share of the peak")
+
+
+class WarmStartOptimizerConfig(OptimizerConfig):
+    """The same keys with the defaults of a supervised start."""
+
+    learning_rate: float = Field(6e-3, gt=0, description="the peak")
+    weight_decay: float = Field(0.01, ge=0)
+    warmup_steps: int = Field(30, ge=0, description="steps over which the rate rises linearly to the peak")
+    schedule: Literal["constant", "linear", "cosine"] = Field("linear", description="how the rate falls")
+    decay_from: float = Field(0.5, ge=0, le=1, description="share of the steps after which it falls")
+
+
 class WarmStartConfig(Section):
     """A short supervised start on worked answers, by the same engine: the usual remedy for all-zero rewards."""
 
     data: str | None = Field(None, description="JSONL with `prompt_key` and `response`; null: no warm start")
     steps: int = Field(600, ge=1)
     batch_size: int = Field(64, ge=1, description="in samples")
-    learning_rate: float = Field(6e-3, gt=0)
-    weight_decay: float = Field(0.01, ge=0)
-    warmup_steps: int = Field(30, ge=0)
-    decay_from: float = Field(0.5, ge=0, le=1, description="share of the steps after which the rate falls linearly")
-    final_fraction: float = Field(0.1, ge=0, le=1, description="learning rate at the end, as a share of the peak")
+    optimizer: WarmStartOptimizerConfig = WarmStartOptimizerConfig()
 
 
 class AlgorithmConfig(Section):
@@ -64,6 +87,7 @@ class AlgorithmConfig(Section):
     clip_high: float = Field(0.2, ge=0)
     loss_aggregation: Literal["token_mean", "sequence_mean"] = "sequence_mean"
     kl_coefficient: float = Field(0.0, ge=0, description="weight of KL(policy || reference) in the loss")
+    entropy_coefficient: float = Field(0.0, ge=0, description="weight of the policy's entropy, which the loss then rewards")
     reward: str = Field("gsm8k", description="a name in megarl.rewards.REWARDS")
 
     @property
@@ -75,21 +99,30 @@ class AlgorithmConfig(Section):
         return self.mini_batch_size or self.samples_per_step
 
 
-class OptimizerConfig(Section):
-    learning_rate: float = Field(1e-6, gt=0)
-    betas: tuple[float, float] = Field((0.9, 0.95), strict=False, description="a YAML list")
-    epsilon: float = Field(1e-8, gt=0)
-    weight_decay: float = Field(0.0, ge=0)
-    clip_grad: float = Field(1.0, gt=0, description="bound of the global gradient norm")
+class RoleConfig(Section):
+    """Layout and memory of one Megatron role; every role has its own."""
 
-
-class ActorConfig(Section):
     nodes: int = Field(1, ge=1)
     gpus_per_node: int = Field(1, ge=1, description="ranks per node; on CPU: processes")
     tensor_parallel: int = Field(1, ge=1)
-    pipeline_parallel: int = Field(1, ge=1)
     sequence_parallel: bool = Field(False, description="split norms and their activations over the TP ranks too")
-    max_tokens_per_gpu: int = Field(8192, ge=1, description="token budget of a packed micro-batch")
+    pipeline_parallel: int = Field(1, ge=1)
+    virtual_pipeline_parallel: int = Field(1, ge=1, description="model chunks per pipeline rank: > 1 interleaves them")
+    context_parallel: int = Field(1, ge=1, description="ranks that share each sequence; GPU with transformer-engine")
+    expert_parallel: int = Field(1, ge=1, description="ranks that share a layer's experts")
+    expert_tensor_parallel: int = Field(1, ge=1, description="ranks that split each expert's matrices")
+    overlap_grad_reduce: bool = Field(True, description="reduce gradients while the backward pass goes on")
+    max_tokens_per_gpu: int = Field(8192, ge=1, description="token budget of a packed micro-batch, per CP rank")
+    balance: Literal["tokens", "flops"] = Field("flops", description="what is made equal over data-parallel ranks")
+    recompute: Literal["none", "selective", "full"] = Field(
+        "none", description="activations to compute again in the backward pass: none, recompute_modules, whole layers"
+    )
+    recompute_modules: list[Literal["core_attn", "mlp", "moe"]] | None = Field(
+        None, description="of `selective`; null: mlp, or moe where the model has experts"
+    )
+    offload: Literal["none", "optimizer", "all"] = Field(
+        "none", description="to host memory: the optimizer and gradients outside of updates; all: weights too while generating"
+    )
     cpus_per_rank: float | None = Field(None, gt=0, description="null: 0.5 on CPU, 1 on GPU")
     optimizer: OptimizerConfig = OptimizerConfig()
 
@@ -98,8 +131,24 @@ class ActorConfig(Section):
         return self.nodes * self.gpus_per_node
 
     @property
+    def model_parallel(self) -> int:
+        """Ranks of one data-parallel replica."""
+        return self.tensor_parallel * self.context_parallel * self.pipeline_parallel
+
+    @property
     def data_parallel(self) -> int:
-        return self.world_size // (self.tensor_parallel * self.pipeline_parallel)
+        return self.world_size // self.model_parallel
+
+
+class ActorConfig(RoleConfig):
+    pass
+
+
+class CriticConfig(RoleConfig):
+    """A model of its own with one value per token in place of the logits."""
+
+    value_head_std: float = Field(0.001, ge=0, description="of the head's initial weights, drawn from a normal distribution")
+    value_head_bias: bool = Field(True, description="a bias, initially 0")
 
 
 class ReferenceConfig(Section):
@@ -108,7 +157,13 @@ class ReferenceConfig(Section):
 
 class RolesConfig(Section):
     actor: ActorConfig = ActorConfig()
+    critic: CriticConfig | None = Field(None, description="null: none")
     reference: ReferenceConfig = ReferenceConfig()
+
+    @property
+    def megatron(self) -> dict[str, RoleConfig]:
+        """The roles that are Megatron engines of their own."""
+        return {"actor": self.actor} | ({"critic": self.critic} if self.critic else {})
 
 
 class SamplingConfig(Section):
@@ -144,6 +199,9 @@ class TrainerConfig(Section):
     evaluate_every: int = Field(0, ge=0, description="in steps; 0: only before and after, if data.validation is set")
     evaluate_prompts: int = Field(256, ge=1, description="at most so many held-out prompts")
     save_every: int = Field(0, ge=0, description="in steps; 0: only at the end")
+    max_skipped_updates: int = Field(
+        10, ge=0, description="of a run, for a loss, log-prob or gradient that is not finite; one more stops it"
+    )
     num_logged_samples: int = Field(4, ge=0, description="per step, into samples.jsonl")
 
 

@@ -168,9 +168,17 @@ def check_batch(config: "Config") -> Iterator[Violation]:
 
 
 def check_optimizer(config: "Config") -> Iterator[Violation]:
-    betas = config.roles.actor.optimizer.betas
-    if not all(0 <= beta < 1 for beta in betas):
-        yield Violation(f"given {list(betas)}, allowed: two numbers >= 0 and < 1", ("roles.actor.optimizer.betas",))
+    sections = [("warm_start", config.warm_start, "warm_start.steps", config.warm_start.steps)]
+    for name, role in config.roles.megatron.items():
+        sections.append((f"roles.{name}", role, "trainer.steps", config.trainer.steps))
+    for section, settings, steps_key, num_steps in sections:
+        betas, warmup = settings.optimizer.betas, settings.optimizer.warmup_steps
+        if not all(0 <= beta < 1 for beta in betas):
+            text = f"given {list(betas)}, allowed: two numbers >= 0 and < 1"
+            yield Violation(text, (f"{section}.optimizer.betas",))
+        if warmup > num_steps:
+            text = f"given {warmup}, but the peak would not be reached in {steps_key} = {num_steps}"
+            yield Violation(text, (f"{section}.optimizer.warmup_steps", steps_key))
 
 
 def check_sampling(config: "Config") -> Iterator[Violation]:
@@ -281,7 +289,7 @@ def model_shape(config: "Config") -> ModelShape:
         raise ConfigError(f"{file}:{error.lineno}: not valid JSON: {error.msg}") from error
     except KeyError as error:
         raise ConfigError(f"{file}: no key {error}") from error
-    FAMILIES[shape.family].transformer_arguments(hf)  # refuses the family's unsupported variants
+    FAMILIES[shape.family].transformer_arguments(shape)  # refuses the family's unsupported variants
     return shape
 
 

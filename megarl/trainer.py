@@ -5,11 +5,12 @@ import time
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 from megarl.algorithms import ADVANTAGES
 from megarl.algorithms.losses import policy_loss
-from megarl.cluster.actor import ActorGroup
 from megarl.cluster.cluster import Cluster
+from megarl.cluster.role import RoleGroup
 from megarl.config import Config, resolve_device
 from megarl.data import toy
 from megarl.data.chat import load_tokenizer
@@ -19,12 +20,15 @@ from megarl.errors import RunError
 from megarl.monitor.console import Console
 from megarl.monitor.metrics import logprob_metrics, sample_metrics
 from megarl.monitor.run_directory import RunDirectory
+from megarl.monitor.skipped import SkippedUpdates, nonfinite_logprobs, why_skipped
 from megarl.rewards import REWARDS, score
 from megarl.rollout.client import RolloutClient
 from megarl.rollout.sync import WeightSync
 from megarl.sample import Prompt, Sample
+from megarl.schedule import learning_rate
 from megarl.warm_start import warm_start
 
+Phase = Literal["generate", "score", "update"]
 # Mean difference of log-probs between trainer and server that two right implementations of one model stay below.
 LOGPROB_DIFF_LIMIT = {"float32": 1e-4, "bfloat16": 0.05}
 
@@ -46,16 +50,19 @@ def train(config: Config, command: list[str]) -> Path:
         cluster = stack.enter_context(Cluster(config, device, run.logs))
         cluster.start_servers()  # they import for half a minute: all at the same time
         console.line(f"starting {config.roles.actor.world_size} actor ranks and {config.rollout.servers} rollout servers")
-        actor = cluster.start_actor()
+        actor = cluster.start_role("actor")
+        for what, how in actor.live_paths.items():
+            console.line(f"  {what + ':':18} {how}")
+        skipped = SkippedUpdates(config.trainer.max_skipped_updates, run, console)
         if inputs.warm_start:
-            warm_start(actor, inputs.warm_start, config, cluster, run, console)
+            warm_start(actor, inputs.warm_start, config, cluster, run, console, skipped)
         if config.roles.reference.enabled:
             actor.capture_reference()
         actor.use_optimizer(config.roles.actor.optimizer)
         client = rollout_client(config, cluster.wait_servers(), inputs)
         stack.callback(client.close)
         try:
-            Trainer(config, inputs, run, console, actor, client).run_all()
+            Trainer(config, inputs, run, console, actor, client, skipped).run_all()
         except RunError as error:
             raise RunError("\n".join([str(error), *cluster.server_deaths()])) from error
         console.line(f"megarl: done; metrics, samples and checkpoints are in {run.path.resolve()}")
@@ -82,7 +89,14 @@ class Inputs:
 
 class Trainer:
     def __init__(
-        self, config: Config, inputs: Inputs, run: RunDirectory, console: Console, actor: ActorGroup, client: RolloutClient
+        self,
+        config: Config,
+        inputs: Inputs,
+        run: RunDirectory,
+        console: Console,
+        actor: RoleGroup,
+        client: RolloutClient,
+        skipped: SkippedUpdates,
     ):
         self.config = config
         self.inputs = inputs
@@ -90,6 +104,7 @@ class Trainer:
         self.console = console
         self.actor = actor
         self.client = client
+        self.skipped = skipped
         self.prompts = PromptStream(inputs.prompts, config.seed)
         self.sync = WeightSync(actor, client, config.rollout.tensor_parallel, config.sync)
         self.reward = REWARDS[config.algorithm.reward]
@@ -99,6 +114,7 @@ class Trainer:
             clip_high=config.algorithm.clip_high,
             loss_aggregation=config.algorithm.loss_aggregation,
             kl_coefficient=config.algorithm.kl_coefficient,
+            entropy_coefficient=config.algorithm.entropy_coefficient,
         )
 
     def run_all(self) -> None:
@@ -120,30 +136,47 @@ class Trainer:
         algorithm, temperature = self.config.algorithm, self.config.rollout.sampling.temperature
         times: dict[str, float] = {}
         start = time.perf_counter()
+        residue = self.place("generate", times)
         with timed(times, "generate"):
             samples = self.generate(self.prompts.next(algorithm.prompts_per_step), version=step - 1)
         with timed(times, "reward"):
             score(samples, self.reward)
             if self.config.debug.shuffle_rewards:
                 shuffle_rewards(samples, self.config.seed, step)
+        self.place("score", times)
         with timed(times, "logprob"):
             entropies = self.score_logprobs(samples, temperature)
         ADVANTAGES[algorithm.name](samples, normalize_by_std=algorithm.normalize_by_std)
-        metrics = sample_metrics(samples, algorithm.group_size) | logprob_metrics(samples, entropies)
-        self.check_agreement(metrics["rollout/logprob_diff_mean"])
-        with timed(times, "update"):
-            metrics |= self.update(samples, temperature)
+        metrics = sample_metrics(samples, algorithm.group_size)
+        if broken := nonfinite_logprobs(samples):
+            self.skipped.add(step, samples, f"{broken} log-probs of its samples are not finite")
+        else:
+            metrics |= logprob_metrics(samples, entropies)
+            self.check_agreement(metrics["rollout/logprob_diff_mean"])
+            self.place("update", times)
+            with timed(times, "update"):
+                metrics |= self.update(samples, step, temperature)
         with timed(times, "sync"):
             self.sync.push(version=step)
+        metrics["skipped_updates"] = self.skipped.count
         times["step"] = time.perf_counter() - start
         self.run.log_samples(step, samples[: self.config.trainer.num_logged_samples])
         num_tokens = sum(len(sample.token_ids) for sample in samples)
         return {
             "step": step,
             **metrics,
+            **residue,
             **{f"time/{name}_s": seconds for name, seconds in times.items()},
             "perf/tokens_per_s": num_tokens / times["step"],
         }
+
+    def place(self, phase: Phase, times: dict[str, float]) -> dict[str, float]:
+        """Hold on the actor's GPUs what `phase` needs, and in host memory the rest, as far as roles.actor.offload says.
+        Returns what stays on the GPU, as a metric."""
+        if self.config.roles.actor.offload == "none":
+            return {}
+        with timed(times, "offload"):
+            return {"memory/actor_gb": self.actor.place(phase) / 1e9}
 
     def generate(self, prompts: list[Prompt], version: int) -> list[Sample]:
         samples = self.client.generate(prompts, self.config.algorithm.group_size, self.inputs.tokenizer)
@@ -162,7 +195,7 @@ class Trainer:
                 sample.ref_logprobs = logprobs
         return [entropy for _, entropy in scored]
 
-    def update(self, samples: list[Sample], temperature: float) -> dict[str, float]:
+    def update(self, samples: list[Sample], step: int, temperature: float) -> dict[str, float]:
         """All optimizer steps of an iteration. A mini-batch without any advantage or KL term has nothing to teach: for it
         the weights and the optimizer's state stay as they are, weight decay and momentum included."""
         size = self.config.algorithm.mini_batch_size or len(samples)
@@ -173,9 +206,15 @@ class Trainer:
             mini_batches = [batch for batch in mini_batches if any(sample.advantages.any() for sample in batch)]
         if not mini_batches:
             self.console.line("warning: the rewards of every group are equal, so this step changes nothing")
-        rate = self.config.roles.actor.optimizer.learning_rate
-        results = [self.actor.train_step(mini_batch, self.loss, rate, temperature) for mini_batch in mini_batches]
-        num_tokens = sum(int(sample.loss_mask.sum()) for mini_batch in mini_batches for sample in mini_batch)
+        rate = learning_rate(self.config.roles.actor.optimizer, step, self.config.trainer.steps)
+        results, num_tokens = [], 0
+        for mini_batch in mini_batches:
+            result = self.actor.train_step(mini_batch, self.loss, rate, temperature, self.config.algorithm.entropy_coefficient > 0)
+            if result["skipped"]:
+                self.skipped.add(step, mini_batch, why_skipped(result))
+                continue
+            results.append(result)
+            num_tokens += sum(int(sample.loss_mask.sum()) for sample in mini_batch)
 
         def mean(key: str, count: int) -> float:
             return sum(result[key] for result in results) / max(count, 1)
@@ -183,6 +222,7 @@ class Trainer:
         return {
             "loss/policy": mean("loss", len(results)),  # with the KL term, if there is one
             "grad_norm": mean("grad_norm", len(results)),
+            "learning_rate": rate,
             "clip/ratio": mean("clipped", num_tokens),
             "kl/old": mean("kl_old", num_tokens),
         }
@@ -200,6 +240,7 @@ class Trainer:
         """Mean reward of greedy responses to the held-out prompts."""
         if not self.inputs.validation:
             return
+        self.place("generate", {})
         samples = self.client.generate(self.inputs.validation, 1, self.inputs.tokenizer, temperature=0.0)
         score(samples, self.reward)
         mean = sum(sample.reward for sample in samples) / len(samples)
@@ -207,6 +248,7 @@ class Trainer:
         self.console.line(f"validation after step {step}: mean reward {mean:.3f} on {len(samples)} held-out prompts")
 
     def save(self, step: int) -> None:
+        self.place("update", {})
         folder = self.run.checkpoint(step)
         self.actor.save(str(folder.resolve()))
         self.console.line(f"checkpoint {folder}")
@@ -234,6 +276,7 @@ def shuffle_rewards(samples: list[Sample], seed: int, step: int) -> None:
 
 @contextmanager
 def timed(times: dict[str, float], name: str):
+    """Adds to `times[name]`."""
     start = time.perf_counter()
     yield
-    times[name] = time.perf_counter() - start
+    times[name] = times.get(name, 0.0) + time.perf_counter() - start

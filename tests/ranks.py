@@ -7,14 +7,16 @@ import traceback
 
 import torch
 
+from megarl.config import ModelConfig, RoleConfig
+
 # A fork server pays Megatron's imports once; but these look for GPUs, and CUDA does not survive a fork.
 CONTEXT = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
 if not torch.cuda.is_available():
     CONTEXT.set_forkserver_preload(["megarl.engine.engine", "megarl.engine.checkpoint"])
 
 
-def run_ranks(function, world_size: int, *args, tensor_parallel: int = 1, pipeline_parallel: int = 1, timeout_s: float = 120):
-    """[function(rank, *args) for each rank], each in its own process with Megatron's groups set up.
+def run_ranks(function, world_size: int, *args, timeout_s: float = 120, **layout):
+    """[function(rank, *args) for each rank], each in its own process with Megatron's groups of RoleConfig(**layout) set up.
 
     An error on one rank fails the test with that rank's traceback; the others are killed.
     """
@@ -22,8 +24,8 @@ def run_ranks(function, world_size: int, *args, tensor_parallel: int = 1, pipeli
     pipes, processes = [], []
     for rank in range(world_size):
         receiver, sender = CONTEXT.Pipe(duplex=False)
-        layout = (rank, world_size, "127.0.0.1", port, tensor_parallel, pipeline_parallel)
-        process = CONTEXT.Process(target=_rank_main, args=(sender, function, layout, args), daemon=True)
+        place = (rank, world_size, "127.0.0.1", port, RoleConfig(**layout))
+        process = CONTEXT.Process(target=_rank_main, args=(sender, function, place, args), daemon=True)
         process.start()
         sender.close()
         pipes.append(receiver)
@@ -47,18 +49,26 @@ def run_ranks(function, world_size: int, *args, tensor_parallel: int = 1, pipeli
     return [results[rank] for rank in range(world_size)]
 
 
+def make_engine(folder, dtype: str = "float32", max_tokens: int = 1000, transformer_impl: str = "auto", **role):
+    """An Engine on the groups of this rank; `role`: what RoleConfig holds besides groups."""
+    from megarl.engine.engine import Engine
+
+    model = ModelConfig(path=str(folder), dtype=dtype, transformer_impl=transformer_impl)
+    return Engine(model, RoleConfig(max_tokens_per_gpu=max_tokens, **role))
+
+
 def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]
 
 
-def _rank_main(sender, function, layout, args):
+def _rank_main(sender, function, place, args):
     from megarl.engine import parallel
 
     try:
-        parallel.initialize(*layout, seed=1)
-        sender.send((True, function(layout[0], *args)))
+        parallel.initialize(*place, seed=1)
+        sender.send((True, function(place[0], *args)))
         parallel.shutdown()
     except BaseException:
         sender.send((False, traceback.format_exc()))

@@ -53,7 +53,7 @@ def test_quickstart_loads_where_nothing_was_written_yet(folder):
     config = load(CONFIGS / "quickstart.yaml", [])
     assert config.name == "quickstart"
     assert config.roles.actor.optimizer.learning_rate == 2e-4
-    assert config.warm_start.learning_rate == 6e-3
+    assert config.warm_start.optimizer.learning_rate == 6e-3
     assert config.toy is not None
 
 

@@ -186,3 +186,21 @@ def test_hidden_gpus_make_auto_the_cpu_and_cuda_an_error(folder, monkeypatch):
     assert "no GPU is seen with CUDA_VISIBLE_DEVICES=''" in only(refusal("device=cuda"))
     remote = load("base.yaml", ["device=cuda", "cluster.ray_address=head:6379"])  # its GPUs are not this machine's
     assert resolve_device(remote) == "cuda"
+
+
+# Optimizers
+
+
+def test_a_warmup_longer_than_the_run_is_refused(folder):
+    load("base.yaml", ["roles.actor.optimizer.warmup_steps=100", "trainer.steps=100"])
+    assert only(refusal("roles.actor.optimizer.warmup_steps=101", "trainer.steps=100")) == (
+        "override roles.actor.optimizer.warmup_steps=101: given 101, but the peak would not be reached in "
+        "trainer.steps = 100"
+    )
+    assert "given 30, but the peak would not be reached in warm_start.steps" in only(refusal("warm_start.steps=20"))
+
+
+@pytest.mark.parametrize("section", ["roles.actor", "roles.critic", "warm_start"])
+def test_the_settings_of_every_optimizer_are_checked(folder, section):
+    lines = refusal(f"{section}.optimizer.betas=[0.8, 1.0]", f"{section}.optimizer.warmup_steps=1000")
+    assert lines[0].endswith("allowed: two numbers >= 0 and < 1") and "given 1000, but the peak" in lines[1]

@@ -3,6 +3,8 @@
 import pytest
 from config_folder import folder, only, refusal, write  # noqa: F401
 
+OPTIMIZED = ("warm_start", "roles.actor", "roles.critic")
+
 
 def test_an_unknown_key_names_the_nearest_one_of_its_section(folder):
     write("roles:\n  actor:\n    optimizer:\n      lr_rate: 1e-6\n")
@@ -20,7 +22,7 @@ def test_an_unknown_key_names_the_nearest_one_of_its_section(folder):
         ("roles.actor.tp=2", "roles.actor.tensor_parallel"),
         ("algorithm.clip=0.1", "algorithm.clip_low or algorithm.clip_high"),
         ("group_size=4", "algorithm.group_size"),
-        ("learning_rate=1", "warm_start.learning_rate or roles.actor.optimizer.learning_rate"),
+        ("learning_rate=1", " or ".join(f"{role}.optimizer.learning_rate" for role in OPTIMIZED)),
     ],
 )
 def test_an_unknown_override_names_the_nearest_whole_path(folder, override, hint):

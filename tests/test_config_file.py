@@ -10,9 +10,9 @@ from megarl.config import load
 
 @pytest.mark.parametrize(("text", "value"), [("1e-6", 1e-6), ("1E5", 1e5), ("2.5e-3", 2.5e-3), ("1e+2", 100), ("1", 1)])
 def test_numbers_without_a_dot_are_numbers_in_file_and_override(folder, text, value):
-    write(f"warm_start: {{learning_rate: {text}}}\n")
+    write(f"warm_start: {{optimizer: {{learning_rate: {text}}}}}\n")
     config = load("base.yaml", [f"roles.actor.optimizer.learning_rate={text}"])
-    assert config.warm_start.learning_rate == value
+    assert config.warm_start.optimizer.learning_rate == value
     assert config.roles.actor.optimizer.learning_rate == value
 
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Convert a checkpoint of a run to a Hugging Face folder.
 
-    tools/convert_ckpt.py --to-hf RUN_OR_CKPT OUT
+    tools/convert_ckpt.py --to-hf RUN_OR_CKPT OUT [--max-shard-size 5GB]
 """
 
 import argparse
@@ -20,9 +20,10 @@ from megarl.errors import ConfigError
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--to-hf", nargs=2, metavar=("RUN_OR_CKPT", "OUT"), required=True)
+    parser.add_argument("--max-shard-size", default="5GB", help="of one safetensors file")
     options = parser.parse_args()
     try:
-        source = export_hf(*options.to_hf)
+        source = export_hf(*options.to_hf, options.max_shard_size)
     except ConfigError as error:
         print(f"convert_ckpt: error: {error}", file=sys.stderr)
         return 2

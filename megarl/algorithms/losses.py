@@ -17,9 +17,12 @@ def policy_loss(
     clip_high: float,
     loss_aggregation: str,
     kl_coefficient: float = 0.0,
+    entropy_coefficient: float = 0.0,
+    entropy: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """PPO's clipped objective, negated: -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) with
-    r = exp(logprobs - old_logprobs), plus kl_coefficient * k3(policy, reference).
+    r = exp(logprobs - old_logprobs), plus kl_coefficient * k3(policy, reference), minus entropy_coefficient * `entropy`
+    ([T] float32, its equation 9).
 
     PPO (arXiv:1707.06347) equation 7; clip_high > clip_low is "clip-higher", DAPO (arXiv:2503.14476) equation 10.
     `logprobs`: [T] float32, aligned with batch.token_ids; what it holds where loss_mask is False is never looked at.
@@ -29,6 +32,7 @@ def policy_loss(
     """
     assert batch.old_logprobs is not None, "the batch has no old_logprobs"
     assert batch.advantages is not None, "the batch has no advantages"
+    assert entropy_coefficient == 0 or entropy is not None, "entropy_coefficient > 0 without entropies"
     assert kl_coefficient == 0 or batch.ref_logprobs is not None, "kl_coefficient > 0 without ref_logprobs"
     mask = batch.loss_mask
     logprobs = _masked(logprobs, mask)
@@ -48,6 +52,8 @@ def policy_loss(
         metrics["kl_ref"] = kl_T.detach().sum()
         if kl_coefficient > 0:
             token_losses_T = token_losses_T + kl_coefficient * kl_T
+    if entropy_coefficient > 0:
+        token_losses_T = token_losses_T - entropy_coefficient * _masked(entropy, mask)
     return aggregate(token_losses_T, batch, loss_aggregation), metrics
 
 

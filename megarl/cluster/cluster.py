@@ -11,7 +11,7 @@ import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megarl.cluster import placement
-from megarl.cluster.actor import ActorGroup
+from megarl.cluster.role import RoleGroup
 from megarl.cluster.waiting import raise_failed, wait_all
 from megarl.cluster.workers import EngineWorker, ServerWorker
 from megarl.config import Config
@@ -35,8 +35,8 @@ class Cluster:
     def __enter__(self) -> "Cluster":
         with contextlib.ExitStack() as stack:
             self._start_ray(stack)
-            requests = placement.group_requests(self.config, self.device)
-            self._groups = placement.place(requests, self.config.cluster.placement_timeout_s)
+            self._requests = placement.group_requests(self.config, self.device)
+            self._groups = placement.place(self._requests, self.config.cluster.placement_timeout_s)
             stack.callback(placement.remove, self._groups)
             stack.callback(self._stop_servers)
             self._on_exit = stack.pop_all()
@@ -48,7 +48,7 @@ class Cluster:
     def start_servers(self) -> None:
         """Start all rollout servers and return at once; `wait_servers` waits for them, `check_servers` does not."""
         rollout, model = self.config.rollout, self.config.model
-        for index, group in enumerate(self._groups[self.config.roles.actor.nodes :]):
+        for index, group in enumerate(self._role_groups(placement.SERVER)):
             # Ray would SIGKILL a dying worker's children; ours must live to end the server (rollout/launch.py).
             keep_children = {"RAY_kill_child_processes_on_worker_exit": "false"}
             options = self._in_bundle(group, 0, rollout.cpus_per_server, rollout.tensor_parallel, keep_children)
@@ -94,21 +94,26 @@ class Cluster:
         for server in self._servers.values():
             ray.kill(server)
 
-    def start_actor(self) -> ActorGroup:
-        """All ranks of the actor with the model loaded."""
-        actor = self.config.roles.actor
-        cpus = placement.group_requests(self.config, self.device)[0].cpus
+    def start_role(self, name: str) -> RoleGroup:
+        """All ranks of `actor` or `critic` with the model loaded."""
+        role = self.config.roles.megatron[name]
+        groups = self._role_groups(name)
+        cpus = next(request.cpus for request in self._requests if request.role == name)
         handles = []
-        for rank in range(actor.world_size):
-            node, bundle = divmod(rank, actor.gpus_per_node)
-            options = self._in_bundle(self._groups[node], bundle, cpus, 1, self._rank_environment())
-            handle = ray.remote(EngineWorker).options(**options).remote(rank, str(self.log_directory / f"actor-{rank}.log"))
+        for rank in range(role.world_size):
+            node, bundle = divmod(rank, role.gpus_per_node)
+            options = self._in_bundle(groups[node], bundle, cpus, 1, self._rank_environment())
+            handle = ray.remote(EngineWorker).options(**options).remote(rank, str(self.log_directory / f"{name}-{rank}.log"))
             handles.append(handle)
             self._on_exit.callback(ray.kill, handle)
-        group = ActorGroup(handles, self.config.cluster.call_timeout_s)
+        group = RoleGroup(name, handles, self.config.cluster.call_timeout_s)
         model = self.config.model.model_copy(update={"path": str(Path(self.config.model.path).resolve())})
-        group.start(model, actor, self.config.seed, self.config.cluster.start_timeout_s)
+        head = "value" if name == "critic" else "lm"
+        group.start(model, role, head, self.config.seed, self.config.cluster.start_timeout_s)
         return group
+
+    def _role_groups(self, role: str) -> list:
+        return [group for request, group in zip(self._requests, self._groups) if request.role == role]
 
     def _start_ray(self, stack: contextlib.ExitStack) -> None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

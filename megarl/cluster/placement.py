@@ -1,6 +1,7 @@
 """STRICT_PACK placement groups: checked against the cluster before anything waits, and removed on every exit."""
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import ray
@@ -9,6 +10,9 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 
 from megarl.config import Config
 from megarl.errors import RunError
+
+
+SERVER = "rollout server"
 
 
 @dataclass(frozen=True)
@@ -33,12 +37,14 @@ class GroupRequest:
 
 
 def group_requests(config: Config, device: str) -> list[GroupRequest]:
-    """The groups that a run needs, the actor's first: one bundle per rank, one per server."""
-    actor, rollout, on_gpu = config.roles.actor, config.rollout, device == "cuda"
-    cpus_per_rank = actor.cpus_per_rank or (1.0 if on_gpu else 0.5)
-    actor_group = GroupRequest("actor", actor.gpus_per_node, cpus_per_rank, float(on_gpu))
-    server_group = GroupRequest("rollout server", 1, rollout.cpus_per_server, float(rollout.tensor_parallel * on_gpu))
-    return [actor_group] * actor.nodes + [server_group] * rollout.servers
+    """The groups that a run needs, those of the Megatron roles first: one bundle per rank, one per server."""
+    rollout, on_gpu = config.rollout, device == "cuda"
+    requests = []
+    for name, role in config.roles.megatron.items():
+        cpus_per_rank = role.cpus_per_rank or (1.0 if on_gpu else 0.5)
+        requests += [GroupRequest(name, role.gpus_per_node, cpus_per_rank, float(on_gpu))] * role.nodes
+    server_group = GroupRequest(SERVER, 1, rollout.cpus_per_server, float(rollout.tensor_parallel * on_gpu))
+    return requests + [server_group] * rollout.servers
 
 
 def check_feasible(requests: list[GroupRequest], nodes: dict[str, dict[str, float]]) -> None:
@@ -51,7 +57,7 @@ def check_feasible(requests: list[GroupRequest], nodes: dict[str, dict[str, floa
     used_by_role: dict[str, set[str]] = {}
     unplaced = []
     for request in sorted(requests, key=lambda r: (-r.total["GPU"], -r.total["CPU"])):
-        taken = used_by_role.setdefault(request.role, set()) if request.role == "actor" else set()
+        taken = used_by_role.setdefault(request.role, set()) if request.role != SERVER else set()
         fits = [n for n in left if n not in taken and all(left[n].get(k, 0) + 1e-6 >= v for k, v in request.total.items())]
         fits.sort(key=lambda n: (left[n].get("GPU", 0), left[n].get("CPU", 0)))
         if not fits:
@@ -102,15 +108,20 @@ def remove(groups: list[PlacementGroup]) -> None:
 
 
 def _distinct_nodes(requests: list[GroupRequest]) -> list[str | None]:
-    """A node id for each actor group where the actor spans nodes, in node order, since two groups of 4 could otherwise
-    share a node of 8 and PACK promises no order; None where Ray may choose."""
-    num_actor_groups = sum(request.role == "actor" for request in requests)
-    if num_actor_groups < 2:
-        return [None] * len(requests)
-    need = requests[0].total
-    able = [n for n in ray.nodes() if n["Alive"] and all(n["Resources"].get(k, 0) >= v for k, v in need.items())]
-    ids = iter(sorted(n["NodeID"] for n in able))
-    return [next(ids) if request.role == "actor" else None for request in requests]
+    """A node id for each group of a role that spans nodes, in node order, since two groups of 4 could otherwise share a
+    node of 8 and PACK promises no order; None where Ray may choose."""
+    nodes = sorted((n for n in ray.nodes() if n["Alive"]), key=lambda n: n["NodeID"])
+    pinned: list[str | None] = []
+    by_role: dict[str, Iterator[str]] = {}
+    for request in requests:
+        spans = request.role != SERVER and sum(r.role == request.role for r in requests) > 1
+        if spans and request.role not in by_role:
+            need = request.total
+            by_role[request.role] = (
+                n["NodeID"] for n in nodes if all(n["Resources"].get(k, 0) >= v for k, v in need.items())
+            )
+        pinned.append(next(by_role[request.role]) if spans else None)
+    return pinned
 
 
 def _amounts(resources: dict[str, float]) -> str:

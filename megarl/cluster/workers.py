@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 class EngineWorker:
-    """One rank: holds the Engine for `ActorGroup`."""
+    """One rank: holds the Engine for `RoleGroup`."""
 
     def __init__(self, rank: int, log_path: str):
         self.rank = rank
@@ -26,22 +26,31 @@ class EngineWorker:
             return ray.util.get_node_ip_address(), s.getsockname()[1]
 
     def start(
-        self, world_size: int, master_address: str, master_port: int, model, actor, seed: int, collective_timeout_s: float
+        self,
+        world_size: int,
+        master_address: str,
+        master_port: int,
+        model,
+        role,
+        head: str,
+        seed: int,
+        collective_timeout_s: float,
     ) -> dict:
-        """Join the role's ranks and load the model. Returns this rank's place: what `ActorGroup` must know of it."""
+        """Join the role's ranks and load the model. Returns this rank's place: what `RoleGroup` must know of it."""
         from megarl.engine import parallel
         from megarl.engine.engine import Engine
+        from megarl.engine.fused import live_paths
 
-        layout = (actor.tensor_parallel, actor.pipeline_parallel)
-        parallel.initialize(self.rank, world_size, master_address, master_port, *layout, seed, collective_timeout_s)
+        parallel.initialize(self.rank, world_size, master_address, master_port, role, seed, collective_timeout_s)
         self.model_path = model.path
-        self.engine = Engine(model.path, model.dtype, actor.max_tokens_per_gpu, actor.sequence_parallel)
-        self.first_replica = parallel.data_parallel_rank() == 0
+        self.engine = Engine(model, role, head)
+        self.helps_to_send = parallel.helps_to_send()
         return {
             "stage": parallel.pipeline_parallel_rank(),
-            "first_replica": self.first_replica,
+            "helps_to_send": self.helps_to_send,
             "sends_weights": parallel.sends_weights(),
             "backend": parallel.backend(),
+            "live_paths": live_paths(self.engine.use_te),
         }
 
     def use_optimizer(self, settings) -> None:
@@ -50,19 +59,25 @@ class EngineWorker:
     def capture_reference(self) -> None:
         self.engine.capture_reference()
 
-    def train_step(self, samples: list, loss, learning_rate: float, temperature: float) -> dict[str, float]:
-        return self.engine.train_step(samples, loss, learning_rate, temperature)
+    def train_step(self, samples: list, loss, *arguments) -> dict[str, float]:
+        return self.engine.train_step(samples, loss, *arguments)
 
     def logprobs(self, samples: list, temperature: float, reference: bool) -> dict:
         """`Engine.logprobs` as numpy arrays: a pickled tensor would carry the storage of its whole micro-batch."""
         scored = self.engine.logprobs(samples, temperature, reference)
         return {i: tuple(None if x is None else x.numpy() for x in tensors) for i, tensors in scored.items()}
 
+    def values(self, samples: list) -> dict:
+        return {index: values.numpy() for index, values in self.engine.values(samples).items()}
+
+    def place(self, phase: str) -> int:
+        return self.engine.place(phase)
+
     def plan_buckets(self, bucket_bytes: int) -> list:
         from megarl.engine.weights import WeightSender
 
         self.sender = WeightSender(self.engine, bucket_bytes)
-        return self.sender.plan() if self.first_replica else []
+        return self.sender.plan() if self.helps_to_send else []
 
     def join_weights_group(self, *args) -> None:
         self.sender.join(*args)

@@ -44,7 +44,8 @@ def load(engine: Engine, folder: str | Path) -> None:
     """Load weights that `save` wrote, whatever the layout then and now; before the engine has an optimizer."""
     assert engine.optimizer is None, "an optimizer holds its own copy of the weights"
     state = dist_checkpointing.load(_state(engine), str(folder))
-    engine.model.load_state_dict(state["model"], strict=True)
+    for name, chunk in zip(_chunk_names(engine), engine.chunks):
+        chunk.load_state_dict(state[name], strict=True)
 
 
 def copy_small_files(source: Path, target: Path) -> None:
@@ -56,4 +57,12 @@ def copy_small_files(source: Path, target: Path) -> None:
 
 def _state(engine: Engine) -> dict:
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    return {"model": engine.model.sharded_state_dict(metadata={"dp_cp_group": group, "singleton_local_shards": False})}
+    metadata = {"dp_cp_group": group, "singleton_local_shards": False}
+    return {
+        name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in zip(_chunk_names(engine), engine.chunks)
+    }
+
+
+def _chunk_names(engine: Engine) -> list[str]:
+    """The keys in memory; on disk a tensor is known by its name in the whole model."""
+    return [f"chunk_{i}" for i in range(len(engine.chunks))]

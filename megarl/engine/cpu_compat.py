@@ -27,6 +27,7 @@ _CUDA_FUNCTIONS = {
         "_gather_along_last_dim",
         "_gather_along_first_dim",
         "_reduce_scatter_along_first_dim",
+        "_AllToAll.forward",
     ],
     "tensor_parallel.layers": ["LinearWithGradAccumulationAndAsyncCommunication.backward"],
     "utils": ["GlobalMemoryBuffer.get_tensor", "local_multi_tensor_l2_norm"],
@@ -34,6 +35,7 @@ _CUDA_FUNCTIONS = {
     "pipeline_parallel.schedules": [
         "forward_backward_no_pipelining",
         "forward_backward_pipelining_without_interleaving",
+        "forward_backward_pipelining_with_interleaving",
     ],
     "models.common.language_module.language_module": ["LanguageModule.setup_embeddings_and_output_layer"],
     "distributed.param_and_grad_buffer": ["_ParamAndGradBuffer.__init__", "_ParamAndGradBucketGroup.start_grad_sync"],
@@ -49,6 +51,8 @@ _CUDA_FUNCTIONS = {
         "DistributedOptimizer.__init__",
         "DistributedOptimizer._build_model_and_main_param_groups",
     ],
+    "transformer.moe.router": ["Router.gating"],
+    "transformer.moe.token_dispatcher": ["MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize"],
     "dist_checkpointing.strategies.filesystem_async": ["FileSystemWriterAsync.preload_tensors"],
     "dist_checkpointing.strategies.state_dict_saver": ["save_state_dict_async_finalize", "verify_global_md_reuse"],
 }
@@ -68,6 +72,7 @@ def install() -> bool:
         for function in functions:
             _retarget(f"megatron.core.{module}", function)
     _patch_rng()
+    _patch_moe_dispatcher()
     _patch_checkpoint_queue()
     return True
 
@@ -145,6 +150,22 @@ def _patch_rng() -> None:
     random.CudaRNGStatesTracker = _CPURNGStatesTracker
     random._get_cuda_rng_state = lambda device="cpu", clone=False, graph_safe=False: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+
+
+def _patch_moe_dispatcher() -> None:
+    """The dispatcher waits on an event of a copy stream, which torch.cpu's streams do not record, and makes numpy arrays,
+    which its all-to-all needs as split sizes, of CUDA tensors only."""
+    import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
+
+    class Stream(torch.cpu.Stream):
+        def record_event(self, event=None):
+            return torch.cpu.Event()
+
+    def on_cpu_already(tensor, as_numpy=False, record_stream=False):
+        return tensor.detach().numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    token_dispatcher.MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = Stream()
+    token_dispatcher.maybe_move_tensor_to_cpu = on_cpu_already
 
 
 def _patch_checkpoint_queue() -> None:

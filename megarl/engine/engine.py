@@ -7,61 +7,86 @@ ranks for which `parallel.reports_results()` holds return the results of their d
 import contextlib
 import math
 from collections.abc import Callable, Iterator
+from typing import Literal
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 
-from megarl.config import OptimizerConfig
-from megarl.data.packing import count_denominators, pack, plan_microbatches
+from megarl.config import ModelConfig, OptimizerConfig, RoleConfig
+from megarl.data.packing import count_denominators, pack, padded, plan_microbatches
 from megarl.engine import parallel
-from megarl.engine.hf.mapping import from_shards, hf_names, partition_dim
+from megarl.engine.fused import use_transformer_engine
+from megarl.engine.hf.flops import forward_flops
+from megarl.engine.hf.mapping import Parameter, from_shards
 from megarl.engine.hf.shape import ModelShape
-from megarl.engine.model import build_model, first_layer, load_hf_weights, transformer_config
+from megarl.engine.logprob import logprobs_and_entropy
+from megarl.engine.model import (
+    build_chunks,
+    fuse_gradient_accumulation,
+    load_hf_weights,
+    parameters_of,
+    tensor_parallel_place,
+    transformer_config,
+)
+from megarl.engine.offload import HostCopy
 from megarl.engine.step import run_microbatches
 from megarl.sample import Batch, Sample
 
-# (log-probs [T], batch) -> (loss already divided by the global denominators, metric sums)
-Loss = Callable[[torch.Tensor, Batch], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+# (log-probs or values [T], batch[, entropy=[T]]) -> (loss already divided by the global denominators, metric sums)
+Loss = Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]
+Phase = Literal["generate", "score", "update"]
 
 
 class Engine:
     def __init__(
         self,
-        model_path: str,
-        dtype: str,
-        max_tokens_per_gpu: int,
-        sequence_parallel: bool = False,
+        model: ModelConfig,
+        role: RoleConfig,
+        head: Literal["lm", "value"] = "lm",
         trainable: bool = True,
         load_weights: bool = True,
     ):
         """Build this rank's part of the model and load it from an HF folder; needs `parallel.initialize` first.
 
         Without `load_weights` only the folder's config.json is read, and a checkpoint must be loaded next; only a
-        `trainable` engine has gradient buffers. Raises ConfigError where the folder's config or tensors do not fit.
+        `trainable` engine has gradient buffers. A value head that the folder lacks is drawn from `role.value_head_std`.
+        Raises ConfigError where the folder's config or tensors do not fit.
         """
-        self.shape = ModelShape.read(model_path)
-        self.max_tokens_per_gpu = max_tokens_per_gpu
-        self.dtype = getattr(torch, dtype)
-        self.config = transformer_config(self.shape, self.dtype, sequence_parallel)
-        self.model = build_model(self.shape, self.config)
+        self.shape = ModelShape.read(model.path)
+        self.role = role
+        self.head = head
+        self.dtype = getattr(torch, model.dtype)
+        self.use_te = use_transformer_engine(model.transformer_impl, self.dtype)
+        self.config = transformer_config(self.shape, self.dtype, role, self.use_te)
+        self.chunks = build_chunks(self.shape, self.config, self.use_te, head, role)
         if load_weights:
-            load_hf_weights(self.model, self.shape, model_path)
-        self.runnable = self._with_gradients() if trainable else self.model
+            load_hf_weights(self.chunks, self.shape, model.path)
+        self.runnable = self._with_gradients() if trainable else self.chunks
         self.optimizer = None
         self._reference: list[torch.Tensor] | None = None
+        self._phase: Phase = "update"
+        self._parked = {"weights": HostCopy(), "optimizer": HostCopy()}
 
-    def _with_gradients(self) -> DistributedDataParallel:
-        self.config.finalize_model_grads_func = _finalize_summed_gradients
-        return DistributedDataParallel(
-            config=self.config,
-            ddp_config=DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True),
-            module=self.model,
+    def _with_gradients(self) -> list[DistributedDataParallel]:
+        settings = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=self.role.overlap_grad_reduce
         )
+        wrapped = [
+            DistributedDataParallel(self.config, settings, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(self.chunks)
+        ]
+        self.config.finalize_model_grads_func = _finalize_summed_gradients
+        if self.role.overlap_grad_reduce:  # of all micro-batches the last one alone reduces
+            self.config.no_sync_func = [ddp.no_sync for ddp in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync
+        if self.use_te:
+            fuse_gradient_accumulation(self.chunks)
+        return wrapped
 
     def use_optimizer(self, settings: OptimizerConfig) -> None:
         """Start a fresh AdamW (state zero); the learning rate comes with each step."""
+        self._require("update")
+        self._parked["optimizer"] = HostCopy()
         self.optimizer_settings = settings
         self.optimizer = get_megatron_optimizer(
             MegatronOptimizerConfig(
@@ -76,34 +101,47 @@ class Engine:
                 params_dtype=self.dtype,
                 use_distributed_optimizer=True,
             ),
-            [self.runnable],
+            self.runnable,
+            use_gloo_process_groups=False,
         )
 
-    def train_step(self, samples: list[Sample], loss: Loss, learning_rate: float, temperature: float) -> dict[str, float]:
+    def train_step(
+        self,
+        samples: list[Sample],
+        loss: Loss,
+        learning_rate: float,
+        temperature: float = 1.0,
+        entropy_gradient: bool = False,
+    ) -> dict[str, float]:
         """One optimizer step on all `samples` (the whole mini-batch, the same on every rank).
 
-        Returns `grad_norm` (before clipping, the same on every rank) and, on reporting ranks, the sums over this
-        replica's micro-batches of `loss` and of the loss function's metrics. Raises FloatingPointError, with the weights
-        untouched, where the gradient norm is not finite.
+        With `entropy_gradient`, `loss` gets the entropies too and may differentiate them. Returns, the same on every rank,
+        `grad_norm` (before clipping) and `skipped`: 1.0 where a loss, a trained token's log-prob or the gradient was not
+        finite, and weights and optimizer are as they were. Reporting ranks add the sums over this replica's micro-batches
+        of `loss`, of the loss function's metrics and of `nonfinite_logprobs`.
         """
+        self._require("update")
 
-        def head(logprobs_T, entropy_T, batch):
-            value, metrics = loss(logprobs_T, batch)
-            return value, {"loss": value.detach(), **metrics}
+        def head(predictions_T, entropy_T, batch):
+            value, metrics = loss(predictions_T, batch, **({} if entropy_T is None else {"entropy": entropy_T}))
+            broken = (~torch.isfinite(predictions_T) & batch.loss_mask).sum().float()
+            return value, {"loss": value.detach(), "nonfinite_logprobs": broken, **metrics}
 
-        self.runnable.zero_grad_buffer()
+        for chunk in self.runnable:
+            chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         _, batches = self._microbatches(samples)
-        results = self._run(batches, head, temperature, forward_only=False)
+        results = _sums(self._run(batches, head, temperature, entropy="gradient" if entropy_gradient else "none"))
         self.optimizer.prepare_grads()
         grad_norm = float(self.optimizer.get_grad_norm())
-        if not math.isfinite(grad_norm):
-            raise FloatingPointError(f"the gradient norm is {grad_norm}: the weights were not changed")
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
-            group["weight_decay"] = self.optimizer_settings.weight_decay * group.get("wd_mult", 1.0)
-        self.optimizer.step()
-        return {"grad_norm": grad_norm, **(_sums(results) if parallel.reports_results() else {})}
+        broken = not math.isfinite(results.get("loss", 0.0)) or results.get("nonfinite_logprobs", 0.0) > 0
+        skipped = parallel.any_rank(broken or not math.isfinite(grad_norm))
+        if not skipped:
+            for group in self.optimizer.param_groups:
+                group["lr"] = learning_rate
+                group["weight_decay"] = self.optimizer_settings.weight_decay * group.get("wd_mult", 1.0)
+            self.optimizer.step()
+        return {"grad_norm": grad_norm, "skipped": float(skipped), **(results if parallel.reports_results() else {})}
 
     def logprobs(
         self, samples: list[Sample], temperature: float, reference: bool = False
@@ -113,56 +151,148 @@ class Engine:
         Only this replica's samples, on reporting ranks; {} elsewhere. At logits/temperature; `reference` uses the weights
         of `capture_reference`, without entropies (None).
         """
+        with self._reference_weights() if reference else contextlib.nullcontext():
+            return self._score(samples, temperature, "none" if reference else "value")
 
-        def head(logprobs_T, entropy_T, batch):
+    def values(self, samples: list[Sample]) -> dict[int, torch.Tensor]:
+        """Position in `samples` -> [L] float32 on CPU: entry t is the value of the tokens before t, 0 where not trained.
+
+        Of an engine with a value head; as `logprobs` otherwise.
+        """
+        assert self.head == "value", "this engine has no value head"
+        return {index: values for index, (values, _) in self._score(samples, 1.0, "none").items()}
+
+    @torch.no_grad()
+    def _score(self, samples, temperature, entropy) -> dict[int, tuple[torch.Tensor, torch.Tensor | None]]:
+        self._require("score")
+
+        def head(predictions_T, entropy_T, batch):
             lengths = batch.cu_seqlens.diff().tolist()
 
             def per_sequence(values_T):
                 return values_T.masked_fill(~batch.loss_mask, 0.0).cpu().split(lengths)
 
             entropies = [None] * len(lengths) if entropy_T is None else per_sequence(entropy_T)
-            return logprobs_T.sum(), {"per_sequence": list(zip(per_sequence(logprobs_T), entropies))}
+            return predictions_T.sum(), {"per_sequence": list(zip(per_sequence(predictions_T), entropies))}
 
         plan, batches = self._microbatches(samples)
-        with self._reference_weights() if reference else contextlib.nullcontext(), torch.no_grad():
-            results = self._run(batches, head, temperature, forward_only=True, entropy=not reference)
+        results = self._run(batches, head, temperature, entropy, forward_only=True)
         if not parallel.reports_results():
             return {}
         return {
-            index: tensors for indices, result in zip(plan, results) for index, tensors in zip(indices, result["per_sequence"])
+            index: tuple(None if x is None else x[: len(samples[index].token_ids)] for x in tensors)
+            for indices, result in zip(plan, results)
+            for index, tensors in zip(indices, result["per_sequence"])
         }
 
     def capture_reference(self) -> None:
         """Keep a host copy of the present weights: they are the reference policy from now on."""
-        self._reference = [parameter.detach().to("cpu", copy=True) for parameter in self.model.parameters()]
+        self._require("score")
+        self._reference = [parameter.detach().to("cpu", copy=True) for parameter in self._parameters()]
 
-    def hf_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def hf_tensors(self, read=lambda parameter: parameter.detach()) -> Iterator[tuple[str, torch.Tensor]]:
         """This stage's weights as full HF tensors, in a fixed order.
 
-        A collective over the stage's TP ranks, so every rank iterates to the end; only sending ranks get tensors, the
-        others get (name, empty tensor). A tied output layer is not repeated.
+        A collective over the ranks for which `parallel.helps_to_send()` holds, so each of them iterates to the end; only
+        sending ranks get tensors, the others get (name, empty tensor). A tied output layer is not repeated. `read` gives
+        what is exported of a parameter: a tensor of its shape.
         """
-        start = first_layer(self.model)
-        for name, parameter in self.model.named_parameters():
-            if name == "output_layer.weight" and self.shape.tied:
-                continue
-            names, dim = hf_names(self.shape, name, start), partition_dim(parameter)
-            shards = [parameter.detach()] if dim < 0 else parallel.tensor_parallel_all_gather(parameter.detach())
-            if parallel.sends_weights():
-                yield from zip(names, from_shards(self.shape, name, len(names), shards, dim))
+        self._require("score")
+        for chunk in self.chunks:
+            for key, parameter in parameters_of(chunk, self.shape):
+                if key.line == "output_layer.weight" and self.shape.tied:
+                    continue
+                for part, shards in self._gathered(key, read(parameter)):
+                    if parallel.sends_weights():
+                        yield from zip(part.hf_names(self.shape), from_shards(self.shape, part, shards))
+                    else:
+                        yield from ((name, parameter.new_empty(0)) for name in part.hf_names(self.shape))
+
+    def _gathered(self, key: Parameter, tensor: torch.Tensor) -> Iterator[tuple[Parameter, list[torch.Tensor]]]:
+        """The shards of a parameter; of an expert also those of the same expert on the other expert-parallel ranks."""
+        if key.expert is None:
+            yield key, [tensor] if key.partition_dim < 0 else parallel.tensor_parallel_all_gather(tensor)
+            return
+        shards = parallel.expert_tensor_parallel_all_gather(tensor)
+        by_rank = zip(*(parallel.expert_parallel_all_gather(shard) for shard in shards))
+        num_local = self.shape.num_experts // parallel.expert_parallel_size()
+        for rank, shards_of_rank in enumerate(by_rank):
+            yield Parameter(key.line, key.layer, rank * num_local + key.expert % num_local), list(shards_of_rank)
+
+    def place(self, phase: Phase) -> int:
+        """Hold on the device what `phase` needs, move the rest of what `role.offload` names to host memory.
+
+        generate: nothing; score: the weights; update: gradients and optimizer too. Returns the bytes that PyTorch still
+        holds on the GPU, 0 on CPU.
+        """
+        if self.role.offload != "none" and phase != self._phase:
+            weights, optimizer = self._parked["weights"], self._parked["optimizer"]
+            weights.move_in()  # in bfloat16, the optimizer's tensors are told from the weights by their storage
+            if phase == "update":
+                optimizer.move_in()
             else:
-                yield from ((n, parameter.new_empty(0)) for n in names)
+                optimizer.move_out(self._gradients(), keep_values=False)
+                optimizer.move_out(self._optimizer_tensors())
+            if phase == "generate" and self.role.offload == "all":
+                weights.move_out(self._weights())
+            parallel.synchronize()
+            parallel.free_cache()
+        self._phase = phase
+        return parallel.held_bytes()
+
+    def _require(self, phase: Phase) -> None:
+        order = ("generate", "score", "update")
+        weights_stay = self.role.offload == "optimizer" and phase == "score"
+        held = self.role.offload == "none" or weights_stay or order.index(self._phase) >= order.index(phase)
+        assert held, f"place({phase!r}) comes first: the engine is placed for {self._phase!r}"
+
+    def _parameters(self) -> Iterator[torch.nn.Parameter]:
+        return (parameter for chunk in self.chunks for parameter in chunk.parameters())
+
+    def _weights(self) -> list[torch.Tensor]:
+        return [parameter.data for parameter in self._parameters()]
+
+    def _gradients(self) -> list[torch.Tensor]:
+        return [parameter.main_grad for parameter in self._parameters()]
+
+    def _optimizer_tensors(self) -> list[torch.Tensor]:
+        """Master weights and moments. In float32 the master weights are views of the weights, and are not among them."""
+        weights = {tensor.untyped_storage()._cdata for tensor in self._weights()}
+        held = []
+        for optimizer in self.optimizer.chained_optimizers if self.optimizer else []:
+            held += [parameter.data for group in optimizer.optimizer.param_groups for parameter in group["params"]]
+            held += [x for state in optimizer.optimizer.state.values() for x in state.values() if isinstance(x, torch.Tensor)]
+        return [tensor for tensor in held if tensor.untyped_storage()._cdata not in weights]
 
     def _microbatches(self, samples: list[Sample]) -> tuple[list[list[int]], list[Batch]]:
-        lengths = [len(sample.token_ids) for sample in samples]
-        plan = plan_microbatches(lengths, self.max_tokens_per_gpu, parallel.data_parallel_size())[parallel.data_parallel_rank()]
+        cp, pipeline = parallel.context_parallel_size(), parallel.pipeline_parallel_size()
+        sequence_multiple = 2 * cp if cp > 1 else 1
+        multiple_of = sequence_multiple * (parallel.tensor_parallel_size() if self.config.sequence_parallel else 1)
+        lengths = [padded(len(sample.token_ids), sequence_multiple) for sample in samples]
+        costs = [forward_flops(self.shape, n) for n in lengths] if self.role.balance == "flops" else None
+        plan = plan_microbatches(
+            lengths,
+            self.role.max_tokens_per_gpu * cp,
+            parallel.data_parallel_size(),
+            costs,
+            count_multiple=pipeline if len(self.chunks) > 1 else 1,
+        )[parallel.data_parallel_rank()]
         denominators = count_denominators(samples)
-        multiple_of = parallel.tensor_parallel_size() if self.config.sequence_parallel else 1
-        batches = [pack([samples[i] for i in indices], *denominators, parallel.device(), multiple_of) for indices in plan]
+        batches = [
+            pack([samples[i] for i in indices], *denominators, parallel.device(), multiple_of, sequence_multiple)
+            for indices in plan
+        ]
         return plan, batches
 
-    def _run(self, batches, head, temperature, forward_only, entropy=False) -> list[dict]:
-        return run_microbatches(self.runnable, batches, head, self.shape, temperature, forward_only, entropy)
+    def _run(self, batches, head, temperature, entropy, forward_only=False) -> list[dict]:
+        def predict(output, targets):
+            if self.head == "value":
+                return output.squeeze(-1).float(), None
+            return logprobs_and_entropy(
+                output, targets, self.shape.vocab_size, temperature, entropy != "none", entropy == "gradient"
+            )
+
+        return run_microbatches(self.runnable, batches, predict, head, self.shape, forward_only)
 
     @contextlib.contextmanager
     def _reference_weights(self):
@@ -176,7 +306,7 @@ class Engine:
     @torch.no_grad()
     def _swap_reference(self) -> None:
         """Exchange the model's weights with the host copy, one tensor at a time: no second model on the device."""
-        for parameter, held in zip(self.model.parameters(), self._reference, strict=True):
+        for parameter, held in zip(self._parameters(), self._reference, strict=True):
             mine = parameter.detach().to("cpu", copy=True)
             parameter.copy_(held)
             held.copy_(mine)

@@ -1,4 +1,4 @@
-"""RMSNorm, rotary embedding and attention for Megatron's local layer spec: what transformer-engine brings elsewhere.
+"""RMSNorm, rotary embedding and attention for Megatron's local layer spec, and the head of value models.
 
 Megatron's own torch norm refuses sequence parallelism, its DotProductAttention refuses packed sequences, and its
 unfused rotary embedding for them is a Python loop over the sequences of every layer.
@@ -6,10 +6,12 @@ unfused rotary embedding for them is a Python loop over the sequences of every l
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from torch.nn.attention.varlen import varlen_attn
 
@@ -28,23 +30,32 @@ class RMSNorm(torch.nn.RMSNorm):
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """Megatron's description of a packed micro-batch, with what its rotary embedding needs, computed once for all layers."""
+    """Megatron's description of a packed micro-batch, with what its rotary embedding needs, computed once for all layers.
 
-    cos: torch.Tensor | None = None  # [T, 1, head_dim]
-    sin: torch.Tensor | None = None
+    Under context parallelism the angles are those of this rank's tokens, all else speaks of whole sequences.
+    """
+
+    angles: torch.Tensor | None = None  # [T / cp, 1, 1, head_dim] float32
+    dtype: torch.dtype = torch.float32
+
+    @cached_property
+    def rotation(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(cos, sin), each [T / cp, 1, head_dim]."""
+        angles = self.angles.squeeze(1)
+        return angles.cos().to(self.dtype), angles.sin().to(self.dtype)
 
 
-def packed_sequences(batch: Batch, shape: ModelShape, dtype: torch.dtype) -> PackedSequences:
-    angles_TD = batch.positions[:, None].float() * inverse_frequencies(shape).to(batch.positions.device)
-    angles = torch.cat([angles_TD, angles_TD], dim=-1)[:, None]
+def packed_sequences(batch: Batch, positions_T: torch.Tensor, shape: ModelShape, dtype: torch.dtype) -> PackedSequences:
+    angles_TD = positions_T[:, None].float() * inverse_frequencies(shape).to(positions_T.device)
     return PackedSequences(
         qkv_format="thd",
         cu_seqlens_q=batch.cu_seqlens,
         cu_seqlens_kv=batch.cu_seqlens,
         max_seqlen_q=batch.max_seqlen,
         max_seqlen_kv=batch.max_seqlen,
-        cos=angles.cos().to(dtype),
-        sin=angles.sin().to(dtype),
+        pad_between_seqs=False,
+        angles=torch.cat([angles_TD, angles_TD], dim=-1)[:, None, None],
+        dtype=dtype,
     )
 
 
@@ -73,7 +84,7 @@ class PackedAttention(MegatronModule):
 
     def forward(self, query, key, value, attention_mask=None, packed_seq_params: PackedSequences | None = None, **_):
         assert packed_seq_params is not None, "only packed batches are supported"
-        query, key = (rotate(x, packed_seq_params.cos, packed_seq_params.sin) for x in (query, key))
+        query, key = (rotate(x, *packed_seq_params.rotation) for x in (query, key))
         attend = _varlen_attention if query.dtype in (torch.bfloat16, torch.float16) and query.is_cuda else _padded_attention
         out = attend(query, key, value, packed_seq_params, self.scale)
         return out.reshape(out.shape[0], 1, -1)
@@ -108,3 +119,30 @@ def _padded_attention(query, key, value, packed, scale):
         padded(query), padded(key), padded(value), is_causal=True, scale=scale, enable_gqa=grouped
     )
     return out.transpose(1, 2)[rows, columns]
+
+
+def residual_add(training: bool, fused: bool):
+    """Megatron's bias, dropout and residual, where there is neither bias nor dropout."""
+    return lambda output_and_bias, residual, dropout: residual + output_and_bias[0]
+
+
+class ValueHead(MegatronModule):
+    """One value per token in place of the logits: a linear layer, the same on all TP ranks."""
+
+    def __init__(self, config, bias: bool):
+        super().__init__(config=config)
+        self.value = torch.nn.Linear(config.hidden_size, 1, bias, device=parallel.device(), dtype=config.params_dtype)
+
+    @torch.no_grad()
+    def initialize(self, std: float) -> None:
+        """Weights from N(0, std), the same on all ranks, and bias 0: values start near 0 whatever the model."""
+        generator = torch.Generator().manual_seed(0)
+        self.value.weight.copy_(std * torch.randn(self.value.weight.shape, generator=generator))
+        if self.value.bias is not None:
+            self.value.bias.zero_()
+
+    def forward(self, hidden, weight=None, runtime_gather_output=None):
+        """[T / tp under sequence parallelism, 1, H] -> ([T, 1, 1], no bias): what GPTModel expects of its output layer."""
+        if self.config.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+        return self.value(hidden), None

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
+from megarl.config import RoleConfig
 from megarl.engine import cpu_compat
 
 
@@ -20,16 +21,9 @@ def backend() -> str:
 
 
 def initialize(
-    rank: int,
-    world_size: int,
-    master_address: str,
-    master_port: int,
-    tensor_parallel_size: int,
-    pipeline_parallel_size: int,
-    seed: int,
-    timeout_s: float = 600.0,
+    rank: int, world_size: int, master_address: str, master_port: int, layout: RoleConfig, seed: int, timeout_s: float = 600.0
 ) -> None:
-    """Join the role's ranks, cut Megatron's groups and seed all generators. Order of ranks: TP fastest, then DP, then PP.
+    """Join the role's ranks, cut Megatron's groups and seed all generators. Order of ranks: TP fastest, then CP, DP, PP.
 
     `timeout_s` bounds the joining, then every collective. Raises torch's DistStoreError where not all ranks join.
     """
@@ -44,10 +38,16 @@ def initialize(
         world_size=world_size,
         timeout=datetime.timedelta(seconds=timeout_s),
     )
+    interleaved = layout.virtual_pipeline_parallel > 1
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=tensor_parallel_size,
-        pipeline_model_parallel_size=pipeline_parallel_size,
+        tensor_model_parallel_size=layout.tensor_parallel,
+        pipeline_model_parallel_size=layout.pipeline_parallel,
+        virtual_pipeline_model_parallel_size=layout.virtual_pipeline_parallel if interleaved else None,
+        context_parallel_size=layout.context_parallel,
+        expert_model_parallel_size=layout.expert_parallel,
+        expert_tensor_parallel_size=layout.expert_tensor_parallel,
         distributed_timeout_minutes=math.ceil(timeout_s / 60),
+        create_gloo_process_groups=False,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     torch.manual_seed(seed)  # the line above leaves torch's own CPU generator alone
@@ -66,12 +66,41 @@ def tensor_parallel_size() -> int:
     return parallel_state.get_tensor_model_parallel_world_size()
 
 
+def expert_tensor_parallel_rank() -> int:
+    return parallel_state.get_expert_tensor_parallel_rank()
+
+
+def expert_tensor_parallel_size() -> int:
+    return parallel_state.get_expert_tensor_parallel_world_size()
+
+
+def expert_parallel_rank() -> int:
+    return parallel_state.get_expert_model_parallel_rank()
+
+
+def expert_parallel_size() -> int:
+    return parallel_state.get_expert_model_parallel_world_size()
+
+
 def pipeline_parallel_rank() -> int:
     return parallel_state.get_pipeline_model_parallel_rank()
 
 
 def pipeline_parallel_size() -> int:
     return parallel_state.get_pipeline_model_parallel_world_size()
+
+
+def virtual_pipeline_size() -> int:
+    """Model chunks of each pipeline rank: 1 where pipelines are not interleaved."""
+    return parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
+
+
+def context_parallel_rank() -> int:
+    return parallel_state.get_context_parallel_rank()
+
+
+def context_parallel_size() -> int:
+    return parallel_state.get_context_parallel_world_size()
 
 
 def data_parallel_rank() -> int:
@@ -82,22 +111,28 @@ def data_parallel_size() -> int:
     return parallel_state.get_data_parallel_world_size()
 
 
-def is_first_stage() -> bool:
-    return parallel_state.is_pipeline_first_stage()
+def holds_embedding(chunk: int) -> bool:
+    return parallel_state.is_pipeline_first_stage() and chunk == 0
 
 
-def is_last_stage() -> bool:
-    return parallel_state.is_pipeline_last_stage()
+def holds_head(chunk: int) -> bool:
+    return parallel_state.is_pipeline_last_stage() and chunk == virtual_pipeline_size() - 1
 
 
 def reports_results() -> bool:
-    """True on the one rank of each data-parallel replica that has the losses and log-probs: TP 0 of the last stage."""
-    return is_last_stage() and tensor_parallel_rank() == 0
+    """True on the one rank of each data-parallel replica that returns the losses and log-probs: TP 0 and CP 0 of the last
+    stage."""
+    return parallel_state.is_pipeline_last_stage() and tensor_parallel_rank() == 0 and context_parallel_rank() == 0
 
 
 def sends_weights() -> bool:
-    """True on the one rank of each pipeline stage that sends the stage's weights to the servers: DP 0, TP 0."""
-    return data_parallel_rank() == 0 and tensor_parallel_rank() == 0
+    """True on the one rank of each pipeline stage that sends the stage's weights to the servers: DP 0, CP 0, TP 0."""
+    return data_parallel_rank() == 0 and context_parallel_rank() == 0 and tensor_parallel_rank() == 0
+
+
+def helps_to_send() -> bool:
+    """True on the ranks that gather with the sending rank of their stage: its TP ranks, all of the stage under EP."""
+    return expert_parallel_size() > 1 or (data_parallel_rank() == 0 and context_parallel_rank() == 0)
 
 
 def barrier() -> None:
@@ -113,6 +148,24 @@ def synchronize() -> None:
     """Wait for what was queued on the device."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+
+
+def free_cache() -> None:
+    """Give the allocator's unused blocks back to the device."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def held_bytes() -> int:
+    """What PyTorch holds of this rank's GPU, with its cache; 0 on CPU."""
+    return torch.cuda.memory_reserved() if torch.cuda.is_available() else 0
+
+
+def any_rank(flag: bool) -> bool:
+    """Whether `flag` is true on any rank of the role."""
+    flags = torch.tensor(float(flag), device=device())
+    dist.all_reduce(flags, dist.ReduceOp.MAX)
+    return bool(flags)
 
 
 def tensor_parallel_max_(tensor: torch.Tensor) -> torch.Tensor:
@@ -131,8 +184,27 @@ def _tensor_parallel_reduce_(tensor: torch.Tensor, operation) -> torch.Tensor:
 
 def tensor_parallel_all_gather(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The shards of all tensor-parallel ranks, in rank order, on every rank."""
-    if tensor_parallel_size() == 1:
+    return _all_gather(tensor, tensor_parallel_size(), parallel_state.get_tensor_model_parallel_group())
+
+
+def expert_tensor_parallel_all_gather(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The same over the ranks that split one expert's matrices."""
+    return _all_gather(tensor, expert_tensor_parallel_size(), parallel_state.get_expert_tensor_parallel_group())
+
+
+def expert_parallel_all_gather(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors of all expert-parallel ranks, in rank order, on every rank."""
+    return _all_gather(tensor, expert_parallel_size(), parallel_state.get_expert_model_parallel_group())
+
+
+def context_parallel_all_gather(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors of all context-parallel ranks, in rank order, on every rank."""
+    return _all_gather(tensor, context_parallel_size(), parallel_state.get_context_parallel_group())
+
+
+def _all_gather(tensor: torch.Tensor, size: int, group) -> list[torch.Tensor]:
+    if size == 1:
         return [tensor]
-    shards = [torch.empty_like(tensor) for _ in range(tensor_parallel_size())]
-    dist.all_gather(shards, tensor.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
-    return shards
+    gathered = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(size)]
+    dist.all_gather(gathered, tensor.contiguous(), group=group)
+    return gathered

@@ -8,7 +8,7 @@ from megarl.rollout.weights_group import Bucket, describe, flatten, init_weights
 
 
 class WeightSender:
-    """Sends one pipeline stage; every rank of the stage's first replica has one, and TP rank 0 is the one that sends."""
+    """Sends one pipeline stage; every rank that helps to send has one (`parallel.helps_to_send`), and one of them sends."""
 
     def __init__(self, engine: Engine, bucket_bytes: int):
         self.engine = engine
@@ -27,7 +27,7 @@ class WeightSender:
             self.group = init_weights_group(backend, master_address, master_port, 0, world_size, group_name, timeout_s)
 
     def send(self) -> None:
-        """Broadcast all buckets of the stage: a collective of its TP ranks, and of the servers for each bucket."""
+        """Broadcast all buckets of the stage: a collective of the ranks that help, and of the servers for each bucket."""
         for bucket in self._buckets():
             if parallel.sends_weights():
                 dist.broadcast(flatten(bucket), src=0, group=self.group)

@@ -1,4 +1,4 @@
-"""runs/NAME/: config.yaml, env.json, metrics.jsonl, samples.jsonl, logs/ and checkpoints/."""
+"""runs/NAME/: config.yaml, env.json, metrics.jsonl, samples.jsonl, logs/, checkpoints/, and skipped/ if need be."""
 
 import importlib.metadata
 import json
@@ -8,6 +8,7 @@ import subprocess
 import time
 from pathlib import Path
 
+import torch
 import yaml
 
 from megarl.config import Config
@@ -51,6 +52,13 @@ class RunDirectory:
                 "source": sample.prompt.metadata.get("source"),
             }
             self._samples.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+    def dump_batch(self, name: str, samples: list[Sample]) -> Path:
+        """Samples with all their tensors, for `torch.load(file, weights_only=False)`."""
+        file = self.path / "skipped" / f"{name}.pt"
+        file.parent.mkdir(exist_ok=True)
+        torch.save(samples, file)
+        return file
 
     def close(self) -> None:
         self._metrics.close()

@@ -4,7 +4,7 @@ import time
 from concurrent import futures
 from concurrent.futures import Future
 
-from megarl.cluster.actor import ActorGroup
+from megarl.cluster.role import RoleGroup
 from megarl.cluster.waiting import raise_failed, wait_all
 from megarl.config import SyncConfig
 from megarl.errors import RunError
@@ -20,7 +20,7 @@ class WeightSync:
     buckets sent one after another: two stages in opposite orders on two servers would wait for each other for ever.
     """
 
-    def __init__(self, actor: ActorGroup, client: RolloutClient, server_tensor_parallel: int, settings: SyncConfig):
+    def __init__(self, actor: RoleGroup, client: RolloutClient, server_tensor_parallel: int, settings: SyncConfig):
         self.actor = actor
         self.client = client
         self.timeout_s = settings.timeout_s

@@ -146,7 +146,10 @@ def test_prompts_have_at_most_31_tokens_and_replies_at_most_9(folder, tokenizer)
     assert max(map(len, replies)) + 1 == 9  # with the end-of-turn token
 
 
-def test_transformers_gives_the_ids_of_the_tokenizers_library(folder, tokenizer):
+def test_transformers_gives_the_ids_of_the_tokenizers_library(folder):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     library = Tokenizer.from_file(str(folder / "model" / "tokenizer.json"))
     texts = [problem["question"] + problem["worked"] for problem in toy.all_problems()[::97]]
     texts += ["1234 it's ﬁne, 12.5!\n\n  x\r\n", "日本 <|im_start|>user\n<|im_end|><|endoftext|>"]

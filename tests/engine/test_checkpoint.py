@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from hf_models import write_hf_model
-from ranks import run_ranks
+from ranks import make_engine, run_ranks
 
 from megarl.algorithms.losses import sft_loss
 from megarl.config import OptimizerConfig
@@ -22,9 +22,8 @@ SEQUENCES = [[5, 6, 7, 8, 9, 3, 90], list(range(100, 60, -1)), [1, 100] * 9]
 def train_and_save(rank, model, folder):
     """Log-probs after one step, and the step's checkpoint."""
     from megarl.engine import checkpoint
-    from megarl.engine.engine import Engine
 
-    engine = Engine(str(model), "float32", 1000)
+    engine = make_engine(model)
     engine.use_optimizer(OptimizerConfig())
     samples = [Sample.from_response(Prompt([], ids[:1]), ids[1:], group_id=0, index=0) for ids in SEQUENCES]
     engine.train_step(samples, sft_loss, 1e-2, 1.0)

@@ -3,7 +3,7 @@ from functools import partial
 import pytest
 import torch
 from hf_models import write_hf_model
-from ranks import run_ranks
+from ranks import make_engine, run_ranks
 
 from megarl.algorithms.losses import policy_loss, sft_loss
 from megarl.config import OptimizerConfig
@@ -34,15 +34,13 @@ LOSSES = {
 
 def gradients(rank, folder, samples, loss):
     """(loss of this rank, all gradients after the reduction) with micro-batches of one sample each."""
-    from megarl.engine.engine import Engine
-
-    engine = Engine(folder, "float32", max_tokens_per_gpu=1)
+    engine = make_engine(folder, max_tokens=1, overlap_grad_reduce=False)
     engine.use_optimizer(OptimizerConfig())
     gradient = []
     take_step = engine.optimizer.step
 
     def recording_step():
-        gradient.extend(p.main_grad.clone() for p in engine.model.parameters())
+        gradient.extend(p.main_grad.clone() for p in engine.chunks[0].parameters())
         return take_step()
 
     engine.optimizer.step = recording_step
@@ -67,9 +65,7 @@ def test_a_step_has_the_same_loss_and_gradient_on_one_rank_and_on_two_with_unequ
 
 
 def norm_and_loss(rank, folder, samples):
-    from megarl.engine.engine import Engine
-
-    engine = Engine(folder, "float32", max_tokens_per_gpu=6)
+    engine = make_engine(folder, max_tokens=6)
     engine.use_optimizer(OptimizerConfig())
     result = engine.train_step(samples, sft_loss, 1e-3, 1.0)
     return result["grad_norm"], result["loss"]
@@ -86,9 +82,7 @@ def test_a_rank_without_trained_tokens_takes_part(folder):
 
 
 def reference_check(rank, folder, dtype):
-    from megarl.engine.engine import Engine
-
-    engine = Engine(folder, dtype, 1000)
+    engine = make_engine(folder, dtype)
     engine.use_optimizer(OptimizerConfig())
     samples = [sample([5, 6, 7, 8, 9])]
     first = {i: x[0] for i, x in engine.logprobs(samples, 1.0).items()}
@@ -110,9 +104,7 @@ def test_reference_logprobs_are_those_of_the_captured_weights_and_leave_the_acto
 
 
 def not_finite(rank, folder):
-    from megarl.engine.engine import Engine
-
-    engine = Engine(folder, "float32", 1000)
+    engine = make_engine(folder)
     engine.use_optimizer(OptimizerConfig())
     before = weights(engine)
 
@@ -130,9 +122,7 @@ def test_a_gradient_that_is_not_finite_is_an_error_and_changes_no_weight(folder)
 
 def decayed(rank, folder):
     """Weights after a step with a zero loss and a large weight decay."""
-    from megarl.engine.engine import Engine
-
-    engine = Engine(folder, "float32", 1000)
+    engine = make_engine(folder)
     before = dict((name, tensor.clone()) for name, tensor in engine.hf_tensors())
     engine.use_optimizer(OptimizerConfig(weight_decay=0.5))
     engine.train_step([sample([5, 6, 7])], lambda logprobs, batch: (logprobs.sum() * 0.0, {}), 0.1, 1.0)

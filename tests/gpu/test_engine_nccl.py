@@ -1,70 +1,135 @@
-"""The engine on GPUs over NCCL; `pytest -m gpu tests/gpu` on a machine with at least one GPU."""
+"""The engine on GPUs over NCCL against transformers; `pytest -m gpu tests/gpu` on a machine with at least one GPU."""
+
+import traceback
 
 import pytest
 import torch
-from hf_models import write_hf_model
-from ranks import run_ranks
+from gradients import full_gradients
+from hf_models import hf_named_gradients, write_hf_model
+from ranks import make_engine, run_ranks
 
 from megarl.algorithms.losses import sft_loss
-from megarl.config import OptimizerConfig
+from megarl.config import OptimizerConfig, RoleConfig
 from megarl.sample import Prompt, Sample
 
 pytestmark = pytest.mark.gpu
 NUM_GPUS = torch.cuda.device_count()
-LAYOUTS = [layout for layout in [(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 1), (1, 1, 2)] if layout[0] * layout[1] * layout[2] <= NUM_GPUS]
+SIZE = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 256, "head_dim": 64}
+MODELS = {
+    "qwen2": ("qwen2", True, {}),
+    "llama": ("llama", False, {}),
+    "qwen3-moe": ("qwen3_moe", False, {"moe_intermediate_size": 128}),
+}
+TP_SP = {"tensor_parallel": 2, "sequence_parallel": True}
+VPP = {"pipeline_parallel": 2, "virtual_pipeline_parallel": 2}
+CASES = [  # model, layers of, dtype, number of ranks, RoleConfig
+    ("qwen2", "local", "float32", 1, {}),
+    ("qwen2", "local", "float32", 2, TP_SP),
+    ("llama", "local", "float32", 2, VPP),
+    ("qwen2", "local", "float32", 2, {}),
+    ("qwen2", "local", "bfloat16", 2, TP_SP),
+    ("qwen2", "transformer_engine", "bfloat16", 1, {}),
+    ("qwen2", "transformer_engine", "bfloat16", 1, {"recompute": "full"}),
+    ("qwen2", "transformer_engine", "bfloat16", 1, {"recompute": "selective"}),
+    ("qwen2", "transformer_engine", "bfloat16", 2, TP_SP),
+    ("llama", "transformer_engine", "bfloat16", 2, VPP),
+    ("qwen2", "transformer_engine", "bfloat16", 2, {"context_parallel": 2}),
+    ("llama", "transformer_engine", "bfloat16", 2, {"context_parallel": 2}),
+    ("qwen3-moe", "local", "float32", 2, {"expert_parallel": 2}),
+    ("qwen3-moe", "transformer_engine", "bfloat16", 2, {"expert_parallel": 2}),
+]
+# Absolute, of log-probs; relative, of the gradient's norm; relative in norm, of each gradient.
+TOLERANCE = {"float32": (1e-4, 1e-5, 1e-3), "bfloat16": (0.15, 0.02, 0.1)}
 
 
-@pytest.fixture(scope="module", params=[("qwen2", True), ("llama", False)], ids=["qwen2-tied", "llama-untied"])
-def reference(request, tmp_path_factory):
-    """(folder, sequences, HF log-probs, gradient norm, loss), float32 on CPU."""
+SEQUENCE_LENGTHS = (7, 19, 2, 13, 24, 130)
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory):
+    """model -> (folder, sequences, HF log-probs, loss, gradients), float32 on CPU."""
     from transformers import AutoModelForCausalLM
 
-    folder = write_hf_model(tmp_path_factory.mktemp("model"), *request.param, vocab_size=101)
-    generator = torch.Generator().manual_seed(1)
-    sequences = [torch.randint(0, 101, (n,), generator=generator).tolist() for n in (7, 19, 2, 13, 24)]
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    logprobs = [
-        model(torch.tensor([s])).logits[0].log_softmax(-1)[torch.arange(len(s) - 1), s[1:]] for s in sequences
-    ]
-    loss = -torch.cat(logprobs).mean()
-    loss.backward()
-    norm = torch.sqrt(sum((p.grad**2).sum() for p in model.parameters())).item()
-    return folder, sequences, [x.detach() for x in logprobs], norm, loss.item()
+    made = {}
+    for name, (family, tied, overrides) in MODELS.items():
+        folder = write_hf_model(tmp_path_factory.mktemp("model"), family, tied, vocab_size=101, **SIZE | overrides)
+        generator = torch.Generator().manual_seed(1)
+        sequences = [torch.randint(0, 101, (n,), generator=generator).tolist() for n in SEQUENCE_LENGTHS]
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        logprobs = [model(torch.tensor([s])).logits[0].log_softmax(-1)[torch.arange(len(s) - 1), s[1:]] for s in sequences]
+        loss = -torch.cat(logprobs).mean()
+        loss.backward()
+        made[name] = folder, sequences, [x.detach() for x in logprobs], loss.item(), hf_named_gradients(model)
+    return made
 
 
-def score_and_step(rank, folder, sequences, dtype):
-    from megarl.engine.engine import Engine
+@pytest.fixture(scope="module")
+def results(references):
+    """Case -> results of its ranks. A process starts in half a minute on a GPU: one per rank serves all cases."""
+    folders = {name: reference[:2] for name, reference in references.items()}
+    found = {}
+    for world_size in range(1, min(NUM_GPUS, 2) + 1):
+        cases = [case for case in CASES if case[3] == world_size]
+        by_rank = run_ranks(all_cases, world_size, folders, cases, timeout_s=280)
+        found |= {case_id(case): [results[i] for results in by_rank] for i, case in enumerate(cases)}
+    return found
 
-    engine = Engine(str(folder), dtype, max_tokens_per_gpu=40)
-    engine.use_optimizer(OptimizerConfig())
+
+def case_id(case) -> str:
+    model, impl, dtype, world_size, role = case
+    return "-".join([model, impl, dtype, f"{world_size} ranks", *role])
+
+
+def all_cases(rank, folders, cases):
+    """For each case what `score_and_step` returns, or the traceback."""
+    from megarl.engine import parallel
+
+    outcomes = []
+    for number, (model, impl, dtype, world_size, role) in enumerate(cases):
+        parallel.shutdown()
+        parallel.initialize(rank, world_size, "127.0.0.1", 29600 + number, RoleConfig(**role), seed=1)
+        try:
+            outcomes.append(score_and_step(*folders[model], dtype, impl, role))
+        except Exception:
+            outcomes.append(traceback.format_exc())
+    return outcomes
+
+
+def score_and_step(folder, sequences, dtype, impl, role):
+    engine = make_engine(folder, dtype, max_tokens=160, transformer_impl=impl, **role)
+    engine.use_optimizer(OptimizerConfig(clip_grad=1e9))
     samples = [Sample.from_response(Prompt([], s[:1]), s[1:], group_id=0, index=i) for i, s in enumerate(sequences)]
     logprobs = {i: values.tolist() for i, (values, _) in engine.logprobs(samples, temperature=1.0).items()}
     engine.capture_reference()
-    results = [engine.train_step(samples, sft_loss, learning_rate=1e-3, temperature=1.0) for _ in range(3)]
+    steps = [engine.train_step(samples, sft_loss, learning_rate=1e-3)]
+    gradients = full_gradients(engine)
+    steps += [engine.train_step(samples, sft_loss, learning_rate=1e-3) for _ in range(2)]
     reference = {i: values.tolist() for i, (values, _) in engine.logprobs(samples, 1.0, reference=True).items()}
-    return logprobs, results, reference
+    return logprobs, steps, reference, gradients
 
 
-@pytest.mark.parametrize("tensor, pipeline, data", LAYOUTS)
-@pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-4), ("bfloat16", 0.15)])
-def test_logprobs_and_gradient_norm_equal_transformers(reference, tensor, pipeline, data, dtype, tolerance):
-    folder, sequences, hf_logprobs, hf_norm, hf_loss = reference
-    results = run_ranks(
-        score_and_step,
-        tensor * pipeline * data,
-        folder,
-        sequences,
-        dtype,
-        tensor_parallel=tensor,
-        pipeline_parallel=pipeline,
-        timeout_s=240,
-    )
-    logprobs = {i: x for result in results for i, x in result[0].items()}
+@pytest.mark.parametrize("case", CASES, ids=case_id)
+def test_logprobs_and_gradients_equal_transformers(references, results, case):
+    model, _, dtype, world_size, _ = case
+    if world_size > NUM_GPUS:
+        pytest.skip(f"needs {world_size} GPUs")
+    _, sequences, hf_logprobs, hf_loss, hf_gradients = references[model]
+    tolerance, norm_tolerance, gradient_tolerance = TOLERANCE[dtype]
+    ranks = results[case_id(case)]
+    for outcome in ranks:
+        assert not isinstance(outcome, str), outcome
+    logprobs = {i: x for rank in ranks for i, x in rank[0].items()}
     for i, expected in enumerate(hf_logprobs):
         torch.testing.assert_close(torch.tensor(logprobs[i][1:]), expected, atol=tolerance, rtol=0)
-    norm_tolerance = 1e-5 if dtype == "float32" else 0.02
-    for _, steps, _ in results:
-        assert steps[0]["grad_norm"] == pytest.approx(hf_norm, rel=norm_tolerance)
-    losses = [sum(result[1][step].get("loss", 0.0) for result in results) for step in range(3)]
+    norm = torch.sqrt(sum((gradient**2).sum() for gradient in hf_gradients.values())).item()
+    losses = [sum(rank[1][step].get("loss", 0.0) for rank in ranks) for step in range(3)]
+    gradients = {name: torch.tensor(x) for rank in ranks for name, x in rank[3].items()}
+    assert gradients.keys() == hf_gradients.keys()
+    errors = {name: float((gradients[name] - x).norm() / x.norm()) for name, x in hf_gradients.items()}
+    print(f"\n{case_id(case)}: gradient norm {ranks[0][1][0]['grad_norm']:.5f} for {norm:.5f}, "
+          f"largest relative error of a gradient {max(errors.values()):.2e}")  # fmt: skip
+    for rank in ranks:
+        assert rank[1][0]["grad_norm"] == pytest.approx(norm, rel=norm_tolerance)
     assert losses[0] == pytest.approx(hf_loss, rel=norm_tolerance) and losses[0] > losses[1] > losses[2]
-    assert {i: x for result in results for i, x in result[2].items()} == logprobs  # the reference: the weights before
+    assert {i: x for rank in ranks for i, x in rank[2].items()} == logprobs  # the reference: the weights before
+    assert max(errors.values()) < gradient_tolerance, {k: v for k, v in errors.items() if v > gradient_tolerance}

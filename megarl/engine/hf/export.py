@@ -7,17 +7,18 @@ from pathlib import Path
 
 from huggingface_hub import save_torch_state_dict
 
+from megarl.config import ModelConfig, RoleConfig
 from megarl.engine import checkpoint, parallel
 from megarl.engine.engine import Engine
 from megarl.errors import ConfigError
 from megarl.rollout.server import free_port
 
 
-def export_hf(run_or_checkpoint: str | Path, out: str | Path) -> Path:
+def export_hf(run_or_checkpoint: str | Path, out: str | Path, max_shard_size: str = "5GB") -> Path:
     """Write `out` from a checkpoint folder, or from the last checkpoint of a run directory; returns the checkpoint used.
 
-    Full tensors under HF names, in the dtype of training, vocabulary padding removed, ties kept. In this process, on CPU.
-    Raises ConfigError where there is no checkpoint or `out` exists.
+    Full tensors under HF names, in files of at most `max_shard_size`, in the dtype of training, vocabulary padding removed,
+    ties kept. In this process, on CPU. Raises ConfigError where there is no checkpoint or `out` exists.
     """
     source, out = find_checkpoint(Path(run_or_checkpoint)), Path(out)
     if out.exists():
@@ -28,11 +29,13 @@ def export_hf(run_or_checkpoint: str | Path, out: str | Path) -> Path:
     checkpoint.copy_small_files(source / checkpoint.HF_FOLDER, partial)
     dtype = json.loads((source / "megarl.json").read_text())["dtype"]
     set_dtype(partial / "config.json", dtype)
-    parallel.initialize(0, 1, "127.0.0.1", free_port("127.0.0.1"), 1, 1, seed=0)
+    parallel.initialize(0, 1, "127.0.0.1", free_port("127.0.0.1"), RoleConfig(), seed=0)
     try:
-        engine = Engine(str(source / checkpoint.HF_FOLDER), dtype, 1, trainable=False, load_weights=False)
+        model = ModelConfig(path=str(source / checkpoint.HF_FOLDER), dtype=dtype, transformer_impl="local")
+        engine = Engine(model, RoleConfig(), trainable=False, load_weights=False)
         checkpoint.load(engine, source)
-        save_torch_state_dict({name: tensor.clone() for name, tensor in engine.hf_tensors()}, partial)
+        tensors = {name: tensor.clone() for name, tensor in engine.hf_tensors()}
+        save_torch_state_dict(tensors, partial, max_shard_size=max_shard_size)
     finally:
         parallel.shutdown()
     os.replace(partial, out)

@@ -1,20 +1,64 @@
 """Megatron shards <-> full HF tensors, both ways from one table per family.
 
-A table line with one HF name is a plain tensor (replicated, or split along Megatron's `partition_dim`), with three is
-the fused QKV projection (per KV group: its queries, its key, its value), with two the fused gate and up projection
-(each split on its own, so a rank holds its gate rows, then its up rows).
+A table line with one HF name is a plain tensor (replicated, or split along one dimension), with three is the fused QKV
+projection (per KV group: its queries, its key, its value), with two the fused gate and up projection (each split on its
+own, so a rank holds its gate rows, then its up rows).
 """
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
 from megarl.engine.hf import FAMILIES
 from megarl.engine.hf.shape import ModelShape
 
+VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
+VALUE_HEAD = {"output_layer.value.weight": ("score.weight",), "output_layer.value.bias": ("score.bias",)}
+
+# How transformer-engine's layers name what the local ones, and the tables, name otherwise.
+_FUSED_NORMS = {
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+}
 _LAYER = re.compile(r"(?<=\.layers\.)\d+")
-VOCABULARY_NAMES = ("embedding.word_embeddings.weight", "output_layer.weight")
+_EXPERT = re.compile(r"\.experts\.(?:local_experts\.(\d+)\.(\w+)\.weight|(\w+)\.weight(\d+))$")
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A Megatron parameter under the tables' name, whichever layer implementation holds it."""
+
+    line: str  # a key of the family's table
+    layer: int | None  # in the whole model
+    expert: int | None  # of the whole layer
+
+    @classmethod
+    def parse(cls, name: str, first_layer: int = 0, first_expert: int = 0) -> "Parameter":
+        """`name` counts layers from the model chunk's first and experts from this rank's first."""
+        layer = expert = None
+        if match := _LAYER.search(name):
+            layer = int(match.group()) + first_layer
+            prefix, rest = f"{name[: match.start()]}{{layer}}.", name[match.end() + 1 :]
+            name = prefix + _FUSED_NORMS.get(rest, rest)
+        if match := _EXPERT.search(name):
+            expert = int(match.group(1) or match.group(4)) + first_expert
+            name = f"{name[: match.start()]}.experts.{{expert}}.{match.group(2) or match.group(3)}.weight"
+        return cls(name, layer, expert)
+
+    def hf_names(self, shape: ModelShape) -> tuple[str, ...]:
+        """The HF tensors behind it. Raises KeyError where the family's table lacks it."""
+        table = FAMILIES[shape.family].MAPPING | VALUE_HEAD
+        line = "embedding.word_embeddings.weight" if self.line == "output_layer.weight" and shape.tied else self.line
+        return tuple(name.format(layer=self.layer, expert=self.expert) for name in table[line])
+
+    @property
+    def partition_dim(self) -> int:
+        """The dimension along which tensor parallelism splits it; -1 where every rank holds all of it."""
+        if self.line in VOCABULARY or ".linear_qkv." in self.line or ".linear_fc1." in self.line:
+            return 0
+        return 1 if ".linear_proj." in self.line or ".linear_fc2." in self.line else -1
 
 
 def padded_vocab_size(shape: ModelShape, tensor_parallel: int) -> int:
@@ -23,38 +67,24 @@ def padded_vocab_size(shape: ModelShape, tensor_parallel: int) -> int:
     return -(-shape.vocab_size // multiple) * multiple
 
 
-def hf_names(shape: ModelShape, name: str, first_layer: int) -> tuple[str, ...]:
-    """The HF tensors behind one Megatron parameter; `first_layer` is the global number of the stage's layer 0.
-
-    Raises KeyError for a parameter that the family's table lacks.
-    """
-    match = _LAYER.search(name)
-    layer = int(match.group()) + first_layer if match else None
-    names = FAMILIES[shape.family].MAPPING[_LAYER.sub("{}", name)]
-    if name == "output_layer.weight" and shape.tied:
-        names = FAMILIES[shape.family].MAPPING["embedding.word_embeddings.weight"]
-    return tuple(n.format(layer) for n in names)
-
-
-def to_shard(shape: ModelShape, name: str, tensors: list[torch.Tensor], partition_dim: int, rank: int, size: int):
-    """This tensor-parallel rank's part of one Megatron parameter, from its full HF tensors in table order.
-
-    `partition_dim` is -1 for a replicated parameter.
-    """
+def to_shard(shape: ModelShape, parameter: Parameter, tensors: list[torch.Tensor], rank: int, size: int) -> torch.Tensor:
+    """This tensor-parallel rank's part of a parameter, from its full HF tensors in table order."""
     if len(tensors) == 3:
         groups = [t.view(shape.num_kv_heads, -1, *t.shape[1:]) for t in tensors]
         return torch.cat(groups, dim=1).reshape(-1, *tensors[0].shape[1:]).chunk(size)[rank]
     if len(tensors) == 2:
         return torch.cat([t.chunk(size)[rank] for t in tensors])
     (tensor,) = tensors
-    if name in VOCABULARY_NAMES:
+    if parameter.line in VOCABULARY:
         padding = padded_vocab_size(shape, size) - shape.vocab_size
         tensor = torch.nn.functional.pad(tensor, (0, 0, 0, padding))
-    return tensor if partition_dim < 0 else tensor.chunk(size, partition_dim)[rank]
+    dim = parameter.partition_dim
+    return tensor if dim < 0 else tensor.chunk(size, dim)[rank]
 
 
-def from_shards(shape: ModelShape, name: str, num_tensors: int, shards: list[torch.Tensor], partition_dim: int):
-    """The full HF tensors of one Megatron parameter, in table order, from the shards of all tensor-parallel ranks."""
+def from_shards(shape: ModelShape, parameter: Parameter, shards: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The full HF tensors of a parameter, in table order, from the shards of all tensor-parallel ranks."""
+    num_tensors = len(parameter.hf_names(shape))
     if num_tensors == 3:
         tail = shards[0].shape[1:]
         groups = torch.cat(shards).view(shape.num_kv_heads, -1, *tail)
@@ -63,19 +93,19 @@ def from_shards(shape: ModelShape, name: str, num_tensors: int, shards: list[tor
     if num_tensors == 2:
         gates, ups = zip(*(shard.chunk(2) for shard in shards))
         return [torch.cat(gates), torch.cat(ups)]
-    tensor = shards[0] if partition_dim < 0 else torch.cat(shards, partition_dim)
-    return [tensor[: shape.vocab_size] if name in VOCABULARY_NAMES else tensor]
+    dim = parameter.partition_dim
+    tensor = shards[0] if dim < 0 else torch.cat(shards, dim)
+    return [tensor[: shape.vocab_size] if parameter.line in VOCABULARY else tensor]
 
 
-def load_shard(shape: ModelShape, name: str, parameter, first_layer: int, read: Callable, rank: int, size: int) -> None:
-    """Copy one parameter from HF tensors; `read(hf_name)` gives the full tensor."""
-    names = hf_names(shape, name, first_layer)
-    shard = to_shard(shape, name, [read(n) for n in names], partition_dim(parameter), rank, size)
-    if shard.shape != parameter.shape:
-        raise ValueError(f"{' + '.join(names)}: shape {tuple(shard.shape)} on this rank, {name} needs {tuple(parameter.shape)}")
-    parameter.data.copy_(shard)
-
-
-def partition_dim(parameter: torch.nn.Parameter) -> int:
-    """The dimension along which tensor parallelism splits a parameter; -1 where every rank holds all of it."""
-    return parameter.partition_dim if getattr(parameter, "tensor_model_parallel", False) else -1
+def load_shard(
+    shape: ModelShape, parameter: Parameter, destination: torch.Tensor, read: Callable[[str], torch.Tensor], rank: int, size: int
+) -> None:
+    """Copy a parameter from HF tensors; `read(hf_name)` gives the full tensor."""
+    names = parameter.hf_names(shape)
+    shard = to_shard(shape, parameter, [read(n) for n in names], rank, size)
+    if shard.shape != destination.shape:
+        raise ValueError(
+            f"{' + '.join(names)}: shape {tuple(shard.shape)} on this rank, {parameter.line} needs {tuple(destination.shape)}"
+        )
+    destination.copy_(shard)

@@ -35,6 +35,9 @@ class ModelShape:
     rope_scaling: RopeScaling | None
     max_positions: int
     hf: dict
+    num_experts: int = 0  # per layer; 0: dense
+    experts_per_token: int = 0
+    moe_ffn_hidden_size: int = 0  # of one expert
 
     @classmethod
     def read(cls, model_path: str | Path) -> "ModelShape":
@@ -67,6 +70,9 @@ class ModelShape:
             rope_scaling=_rope_scaling(rope, where),
             max_positions=hf["max_position_embeddings"],
             hf=hf,
+            num_experts=hf.get("num_experts") or hf.get("num_local_experts", 0),  # released files; transformers 5
+            experts_per_token=hf.get("num_experts_per_tok", 0),
+            moe_ffn_hidden_size=hf.get("moe_intermediate_size", 0),
         )
 
 

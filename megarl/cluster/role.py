@@ -4,27 +4,34 @@ import ray
 import torch
 
 from megarl.cluster.waiting import wait_all
-from megarl.config import ActorConfig, ModelConfig, OptimizerConfig
+from megarl.config import ModelConfig, OptimizerConfig, RoleConfig
 from megarl.sample import Sample
 
 
-class ActorGroup:
-    """All ranks of the actor, in rank order. Every method raises RunError naming the rank that failed or was late."""
+class RoleGroup:
+    """All ranks of a role, in rank order. Every method raises RunError naming the rank that failed or was late."""
 
-    def __init__(self, handles: list, call_timeout_s: float):
+    def __init__(self, name: str, handles: list, call_timeout_s: float):
+        self.name = name
         self.handles = handles
         self.call_timeout_s = call_timeout_s
         self.places: list[dict] = []
 
-    def start(self, model: ModelConfig, actor: ActorConfig, seed: int, timeout_s: float) -> None:
+    def start(self, model: ModelConfig, role: RoleConfig, head: str, seed: int, timeout_s: float) -> None:
         """Load the model on all ranks; returns when every rank is ready."""
-        (address, port), = wait_all({"actor rank 0": self.handles[0].address.remote()}, "starting the actor", timeout_s)
-        arguments = (len(self.handles), address, port, model, actor, seed, self.call_timeout_s)
+        first = {f"{self.name} rank 0": self.handles[0].address.remote()}
+        (address, port), = wait_all(first, f"starting the {self.name}", timeout_s)
+        arguments = (len(self.handles), address, port, model, role, head, seed, self.call_timeout_s)
         self.places = wait_all(self._refs("start", *arguments), "loading the model", timeout_s)
 
     @property
     def backend(self) -> str:
         return self.places[0]["backend"]
+
+    @property
+    def live_paths(self) -> dict[str, str]:
+        """What `megarl.engine.fused.live_paths` says on rank 0."""
+        return self.places[0]["live_paths"]
 
     def use_optimizer(self, settings: OptimizerConfig) -> None:
         self._all("use_optimizer", settings)
@@ -32,14 +39,16 @@ class ActorGroup:
     def capture_reference(self) -> None:
         self._all("capture_reference")
 
-    def train_step(self, samples: list[Sample], loss, learning_rate: float, temperature: float) -> dict[str, float]:
-        """One optimizer step; the sums over all replicas of what `Engine.train_step` returns, and `grad_norm`."""
-        results = self._all("train_step", ray.put(samples), loss, learning_rate, temperature)
+    def train_step(
+        self, samples: list[Sample], loss, learning_rate: float, temperature: float = 1.0, entropy_gradient: bool = False
+    ) -> dict[str, float]:
+        """One optimizer step; what `Engine.train_step` returns, its sums over all replicas."""
+        results = self._all("train_step", ray.put(samples), loss, learning_rate, temperature, entropy_gradient)
         sums: dict[str, float] = {}
         for result in results:
             for key, value in result.items():
                 sums[key] = sums.get(key, 0.0) + value
-        return sums | {"grad_norm": results[0]["grad_norm"]}
+        return sums | {key: results[0][key] for key in ("grad_norm", "skipped")}
 
     def logprobs(
         self, samples: list[Sample], temperature: float, reference: bool = False
@@ -49,6 +58,17 @@ class ActorGroup:
         for result in self._all("logprobs", ray.put(samples), temperature, reference):
             merged |= result
         return [tuple(None if x is None else torch.tensor(x) for x in merged[i]) for i in range(len(samples))]
+
+    def values(self, samples: list[Sample]) -> list[torch.Tensor]:
+        """The critic's values of each sample, [L] float32."""
+        merged = {}
+        for result in self._all("values", ray.put(samples)):
+            merged |= result
+        return [torch.tensor(merged[i]) for i in range(len(samples))]
+
+    def place(self, phase: str) -> int:
+        """`Engine.place` on all ranks; the most bytes that one of them still holds."""
+        return max(self._all("place", phase))
 
     def save(self, folder: str) -> None:
         self._all("save", folder)
@@ -64,7 +84,7 @@ class ActorGroup:
     def sender_address(self, stage: int) -> tuple[str, int]:
         """(address, free port) of the rank that sends the stage."""
         sender = next(r for r in self._stage_ranks(stage) if self.places[r]["sends_weights"])
-        refs = {f"actor rank {sender}": self.handles[sender].address.remote()}
+        refs = {f"{self.name} rank {sender}": self.handles[sender].address.remote()}
         return wait_all(refs, "finding a port", self.call_timeout_s)[0]
 
     def start_join(self, stage: int, *arguments) -> dict[str, ray.ObjectRef]:
@@ -74,12 +94,12 @@ class ActorGroup:
         return self._refs("send_weights", ranks=self._stage_ranks(stage))
 
     def _stage_ranks(self, stage: int) -> list[int]:
-        """The ranks of the stage's first replica."""
-        return [r for r, place in enumerate(self.places) if place["stage"] == stage and place["first_replica"]]
+        """The ranks that help to send the stage."""
+        return [r for r, place in enumerate(self.places) if place["stage"] == stage and place["helps_to_send"]]
 
     def _refs(self, method: str, *arguments, ranks: list[int] | None = None) -> dict[str, ray.ObjectRef]:
         chosen = range(len(self.handles)) if ranks is None else ranks
-        return {f"actor rank {rank}": getattr(self.handles[rank], method).remote(*arguments) for rank in chosen}
+        return {f"{self.name} rank {rank}": getattr(self.handles[rank], method).remote(*arguments) for rank in chosen}
 
     def _all(self, method: str, *arguments) -> list:
         return wait_all(self._refs(method, *arguments), method, self.call_timeout_s)

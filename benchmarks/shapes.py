@@ -1,0 +1,58 @@
+"""The config.json of the models that the benchmarks measure; weights are random, so nothing is downloaded."""
+
+_QWEN2 = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_act": "silu",
+    "attention_dropout": 0.0,
+    "initializer_range": 0.02,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "use_cache": True,
+    "use_sliding_window": False,
+}
+
+# Qwen2.5's numbers are those of the Instruct models on the Hugging Face hub.
+_QWEN2_5 = _QWEN2 | {
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "max_position_embeddings": 32768,
+    "torch_dtype": "bfloat16",
+}
+
+SHAPES = {
+    "qwen2.5-1.5b": _QWEN2_5
+    | {
+        "vocab_size": 151936,
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+    },
+    "qwen2.5-7b": _QWEN2_5
+    | {
+        "vocab_size": 152064,
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": False,
+    },
+    "tiny": _QWEN2
+    | {
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "max_position_embeddings": 512,
+        "torch_dtype": "float32",
+        "vocab_size": 128,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+    },
+}

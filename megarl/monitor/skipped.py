@@ -1,0 +1,44 @@
+"""Updates that were skipped because a number in them was not finite."""
+
+import torch
+
+from megarl.errors import RunError
+from megarl.monitor.console import Console
+from megarl.monitor.run_directory import RunDirectory
+from megarl.sample import Sample
+
+
+class SkippedUpdates:
+    """Counts them over the run, keeps each one's batch for inspection, and stops the run beyond `limit`."""
+
+    def __init__(self, limit: int, run: RunDirectory, console: Console):
+        self.limit = limit
+        self.run = run
+        self.console = console
+        self.count = 0
+
+    def add(self, step: int, samples: list[Sample], why: str) -> None:
+        """Raises RunError where the limit is passed. The batch is then in the run directory too."""
+        self.count += 1
+        file = self.run.dump_batch(f"step_{step:06d}_{self.count}", samples)
+        text = f"step {step}: {why}; the update was skipped, its batch is in {file} ({self.count} skipped so far)"
+        self.console.line(f"warning: {text}")
+        if self.count > self.limit:
+            raise RunError(f"{text}; trainer.max_skipped_updates: {self.limit} were allowed")
+
+
+def nonfinite_logprobs(samples: list[Sample]) -> int:
+    """How many trained tokens have a log-prob, of server, actor or reference, that is not a finite number."""
+    count = 0
+    for sample in samples:
+        for logprobs in (sample.rollout_logprobs, sample.old_logprobs, sample.ref_logprobs):
+            if logprobs is not None:
+                count += int((~torch.isfinite(logprobs) & sample.loss_mask).sum())
+    return count
+
+
+def why_skipped(result: dict[str, float]) -> str:
+    """From what `RoleGroup.train_step` returned of a skipped update."""
+    broken = int(result["nonfinite_logprobs"])
+    logprobs = f"{broken} log-probs are not finite, " if broken else ""
+    return f"{logprobs}the loss is {result['loss']:g} and the gradient norm {result['grad_norm']:g}"
