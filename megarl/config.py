@@ -139,6 +139,12 @@ class RoleConfig(Section):
     def data_parallel(self) -> int:
         return self.world_size // self.model_parallel
 
+    @property
+    def sizes(self) -> str:
+        """What data_parallel results from."""
+        parts = {"tensor": self.tensor_parallel, "context": self.context_parallel, "pipeline": self.pipeline_parallel}
+        return f"world {self.world_size}" + "".join(f" / {name} {size}" for name, size in parts.items())
+
 
 class ActorConfig(RoleConfig):
     pass
@@ -262,26 +268,25 @@ def describe(config: Config) -> str:
     """The resolved config as YAML that `load` reads back, followed by the numbers that result from it as comments."""
     algorithm, actor, rollout = config.algorithm, config.roles.actor, config.rollout
     device = resolve_device(config)
+    gpus = int(device == "cuda")  # per rank
     sequence = config.data.max_prompt_tokens + rollout.sampling.max_new_tokens
     updates = algorithm.samples_per_step // algorithm.samples_per_update
-    server_ranks = rollout.servers * rollout.tensor_parallel
-    actor_cpus = actor.world_size * (actor.cpus_per_rank or (0.5 if device == "cpu" else 1.0))
-    server_cpus = rollout.servers * rollout.cpus_per_server
-    gpus = int(device == "cuda")  # per rank
-    split = f"world {actor.world_size} / tensor {actor.tensor_parallel} / pipeline {actor.pipeline_parallel}"
-    layout = f"{actor.nodes} x {actor.gpus_per_node} ranks"
-    servers = f"{rollout.servers} x {rollout.tensor_parallel} ranks"
+    rows = []
+    for name, role in config.roles.megatron.items():
+        cpus = role.world_size * (role.cpus_per_rank or (0.5 if device == "cpu" else 1.0))
+        rows.append((name, f"{role.nodes} x {role.gpus_per_node} ranks", role.world_size * gpus, cpus))
+    server_gpus, server_cpus = rollout.servers * rollout.tensor_parallel * gpus, rollout.servers * rollout.cpus_per_server
+    rows.append(("rollout", f"{rollout.servers} x {rollout.tensor_parallel} ranks", server_gpus, server_cpus))
+    rows.append(("needed", "", sum(row[2] for row in rows), sum(row[3] for row in rows)))
     derived = f"""
 device              {device}
-data parallel size  {actor.data_parallel} ({split})
+data parallel size  {actor.data_parallel} ({actor.sizes})
 samples per step    {algorithm.samples_per_step} ({algorithm.prompts_per_step} prompts x {algorithm.group_size})
 updates per step    {updates} (of {algorithm.samples_per_update} samples)
 tokens per step     at most {algorithm.samples_per_step * sequence:,} ({sequence:,} per sample)
 
 role      layout            GPUs   CPUs
-actor     {layout:16} {actor.world_size * gpus:5} {actor_cpus:6g}
-rollout   {servers:16} {server_ranks * gpus:5} {server_cpus:6g}
-needed    {"":16} {(actor.world_size + server_ranks) * gpus:5} {actor_cpus + server_cpus:6g}
 """
+    derived += "\n".join(f"{name:9} {layout:16} {gpus:5} {cpus:6g}" for name, layout, gpus, cpus in rows)
     text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
     return text + "\n".join(f"# {line}".rstrip() for line in derived.strip().splitlines()) + "\n"

@@ -7,11 +7,12 @@ import json
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
-from math import gcd, isqrt
+from math import gcd
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from megarl.config_role_checks import LAYOUT_KEYS, check_role, check_role_model, check_transformer_impl
+from megarl.config_violation import Violation, divisors, listed, nearest_multiples, nearest_two
 from megarl.engine.hf import FAMILIES
 from megarl.engine.hf.shape import ModelShape
 from megarl.errors import ConfigError
@@ -22,12 +23,6 @@ if TYPE_CHECKING:
     from megarl.config import Config
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-
-
-@dataclass(frozen=True)
-class Violation:
-    text: str
-    keys: tuple[str, ...]  # all keys that it rests on; the first one is to blame
 
 
 def violations(config: "Config") -> list[Violation]:
@@ -51,34 +46,15 @@ def check_device(config: "Config") -> Iterator[Violation]:
         yield Violation(f"given cuda, but {why}; device: cpu runs on gloo", ("device", "cluster.ray_address"))
 
 
-def check_actor_layout(config: "Config") -> Iterator[Violation]:
-    actor = config.roles.actor
-    tensor, pipeline = actor.tensor_parallel, actor.pipeline_parallel
-    names = ("gpus_per_node", "nodes", "tensor_parallel", "pipeline_parallel")
-    keys = tuple(f"roles.actor.{name}" for name in names)
-    if actor.world_size % (tensor * pipeline):
-        step = tensor * pipeline // gcd(actor.nodes, tensor * pipeline)
-        yield Violation(
-            f"nodes * gpus_per_node = {actor.nodes} * {actor.gpus_per_node} = {actor.world_size} is not divisible by "
-            f"tensor_parallel * pipeline_parallel = {tensor} * {pipeline} = {tensor * pipeline}; "
-            f"nearest valid gpus_per_node: {nearest_multiples(actor.gpus_per_node, step)}",
-            keys,
-        )
-    if tensor > actor.gpus_per_node or (actor.nodes > 1 and actor.gpus_per_node % tensor):
-        yield Violation(
-            f"given {tensor}, but the {actor.gpus_per_node} gpus_per_node must hold whole tensor-parallel groups; "
-            f"valid: {listed(divisors(actor.gpus_per_node))}",
-            ("roles.actor.tensor_parallel", "roles.actor.gpus_per_node", "roles.actor.nodes"),
-        )
-
-
 def check_model(config: "Config") -> Iterator[Violation]:
     try:
         shape = model_shape(config)
     except ValueError as error:  # among them the ConfigErrors of ModelShape
         yield Violation(str(error), ("model.path", "toy.folder"))
         return
-    yield from check_heads(config, shape)
+    yield from check_server_heads(config, shape)
+    for name in config.roles.megatron:
+        yield from check_role_model(config, name, shape)
     yield from check_context(config, shape)
     folder = Path(config.model.path)
     if is_toy_model(config):
@@ -89,30 +65,16 @@ def check_model(config: "Config") -> Iterator[Violation]:
         yield Violation(f"no tokenizer in {folder}: {' or '.join(TOKENIZER_FILES)}", ("model.path", "toy.folder"))
 
 
-def check_heads(config: "Config", shape: ModelShape) -> Iterator[Violation]:
-    heads, groups, width = shape.num_heads, shape.num_kv_heads, shape.ffn_hidden_size
-    numbers = f"the model has {heads} attention heads, {groups} key/value heads and intermediate size {width}"
-    actor = config.roles.actor
-    valid = divisors(gcd(heads, groups, width))
-    if actor.tensor_parallel not in valid:
-        yield Violation(
-            f"given {actor.tensor_parallel}, but {numbers}, and it must divide all three (more ranks than key/value "
-            f"heads is not supported for the actor); valid: {listed(valid)}",
-            ("roles.actor.tensor_parallel", "model.path"),
-        )
-    valid = divisors(shape.num_layers)
-    if actor.pipeline_parallel not in valid:
-        yield Violation(
-            f"given {actor.pipeline_parallel}, but it must divide the model's {shape.num_layers} layers; "
-            f"valid: {listed(valid)}",
-            ("roles.actor.pipeline_parallel", "model.path"),
-        )
+def check_server_heads(config: "Config", shape: ModelShape) -> Iterator[Violation]:
+    heads, groups = shape.num_heads, shape.num_kv_heads
+    width = shape.moe_ffn_hidden_size if shape.num_experts else shape.ffn_hidden_size
     # SGLang copies key/value heads where it has more ranks than those.
     valid = [ranks for ranks in divisors(gcd(heads, width)) if groups % ranks == 0 or ranks % groups == 0]
     if config.rollout.tensor_parallel not in valid:
         yield Violation(
-            f"given {config.rollout.tensor_parallel}, but {numbers}, and it must divide the first and the last, and "
-            f"divide or be a multiple of the second; valid: {listed(valid)}",
+            f"given {config.rollout.tensor_parallel}, but the model has {heads} attention heads, {groups} key/value heads "
+            f"and intermediate size {width}, and it must divide the first and the last, and divide or be a multiple of the "
+            f"second; valid: {listed(valid)}",
             ("rollout.tensor_parallel", "model.path"),
         )
 
@@ -143,9 +105,7 @@ def check_batch(config: "Config") -> Iterator[Violation]:
     prompts, group, mini = algorithm.prompts_per_step, algorithm.group_size, algorithm.mini_batch_size
     samples = prompts * group
     batch_keys = ("algorithm.mini_batch_size", "algorithm.prompts_per_step", "algorithm.group_size")
-    actor_keys = tuple(
-        f"roles.actor.{name}" for name in ("nodes", "gpus_per_node", "tensor_parallel", "pipeline_parallel")
-    )
+    actor_keys = tuple(f"roles.actor.{name}" for name in LAYOUT_KEYS)
     if group < 2:
         text = f"{algorithm.name} needs group_size >= 2, given {group}"
         yield Violation(text, ("algorithm.group_size", "algorithm.name"))
@@ -161,8 +121,7 @@ def check_batch(config: "Config") -> Iterator[Violation]:
         yield Violation(
             f"an update has {algorithm.samples_per_update} samples (prompts_per_step {prompts}, group_size {group}, "
             f"mini_batch_size {'null' if mini is None else mini}), fewer than the {actor.data_parallel} data-parallel "
-            f"ranks (roles.actor: world size {actor.world_size} / tensor_parallel {actor.tensor_parallel} / "
-            f"pipeline_parallel {actor.pipeline_parallel}); at least {actor.data_parallel} are needed",
+            f"ranks (roles.actor: {actor.sizes}); at least {actor.data_parallel} are needed",
             batch_keys + actor_keys,
         )
 
@@ -223,11 +182,13 @@ def check_ports(config: "Config") -> Iterator[Violation]:
             yield Violation(f"port {port} {reason}", ("rollout.ports",))
 
 
-def check_sequence_parallel(config: "Config") -> Iterator[Violation]:
-    actor = config.roles.actor
-    if actor.sequence_parallel and actor.tensor_parallel == 1:
-        keys = ("roles.actor.sequence_parallel", "roles.actor.tensor_parallel")
-        yield Violation("given true, but roles.actor.tensor_parallel is 1: there is nothing to split", keys)
+def check_roles(config: "Config") -> Iterator[Violation]:
+    for name in config.roles.megatron:
+        yield from check_role(config, name)
+    yield from check_transformer_impl(config)
+    if config.roles.critic is not None:
+        text = f"given, but algorithm.name: {config.algorithm.name} trains no critic"
+        yield Violation(text, ("roles.critic", "algorithm.name"))
 
 
 def check_rollout_server_args(config: "Config") -> Iterator[Violation]:
@@ -241,13 +202,12 @@ CHECKS = (
     check_model,
     check_data,
     check_batch,
-    check_actor_layout,
+    check_roles,
     check_optimizer,
     check_sampling,
     check_reference,
     check_reward,
     check_ports,
-    check_sequence_parallel,
     check_rollout_server_args,
 )
 
@@ -302,23 +262,3 @@ def is_toy_file(config: "Config", file: str) -> bool:
     from megarl.data.toy import FILES
 
     return config.toy is not None and Path(file) in [Path(config.toy.folder) / name for name in FILES]
-
-
-def divisors(number: int) -> list[int]:
-    small = [candidate for candidate in range(1, isqrt(number) + 1) if number % candidate == 0]
-    return sorted({*small, *(number // candidate for candidate in small)})
-
-
-def nearest_two(value: int, valid: list[int]) -> str:
-    """Of sorted numbers, the last one up to the value and the first one above it, where there are such."""
-    below, above = [number for number in valid if number <= value], [number for number in valid if number > value]
-    return listed(below[-1:] + above[:1])
-
-
-def nearest_multiples(value: int, step: int) -> str:
-    below = value // step * step
-    return listed([below, below + step] if below else [step])
-
-
-def listed(items) -> str:
-    return ", ".join(str(item) for item in items)

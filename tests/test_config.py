@@ -35,7 +35,7 @@ def test_the_description_is_a_config_again_and_shows_what_results(folder):
     assert "# samples per step 128 (16 prompts x 8)" in words
     assert "# updates per step 4 (of 32 samples)" in words
     assert "# tokens per step at most 196,608 (1,536 per sample)" in words
-    assert "# data parallel size 1 (world 2 / tensor 2 / pipeline 1)" in words
+    assert "# data parallel size 1 (world 2 / tensor 2 / context 1 / pipeline 1)" in words
     assert "# actor 1 x 2 ranks 0 1" in words
     assert "# rollout 1 x 1 ranks 0 1" in words
     assert "# needed 0 2" in words

@@ -10,24 +10,6 @@ from config_folder import QWEN_0_5B, folder, only, refusal  # noqa: F401
 from megarl.config import load, resolve_device
 
 
-# O13: parallel sizes against the model
-
-
-@pytest.mark.parametrize("size", [3, 4, 7])
-def test_tensor_parallel_must_divide_heads_and_groups(folder, size):
-    line = only(refusal(f"roles.actor.tensor_parallel={size}", f"roles.actor.gpus_per_node={size}"))
-    assert line == (
-        f"override roles.actor.tensor_parallel={size}: given {size}, but the model has 14 attention heads, 2 key/value "
-        "heads and intermediate size 4864, and it must divide all three (more ranks than key/value heads is not "
-        "supported for the actor); valid: 1, 2"
-    )
-
-
-def test_pipeline_parallel_must_divide_the_layers(folder):
-    line = only(refusal("roles.actor.pipeline_parallel=5", "roles.actor.gpus_per_node=5"))
-    assert "must divide the model's 24 layers; valid: 1, 2, 3, 4, 6, 8, 12, 24" in line
-
-
 def test_rollout_tensor_parallel_must_divide_the_heads_and_may_copy_groups(folder):
     assert "given 4, but the model has 14 attention heads" in only(refusal("rollout.tensor_parallel=4"))
     assert only(refusal("rollout.tensor_parallel=7")).endswith("; valid: 1, 2")  # 7 and 2 groups: neither divides
@@ -40,19 +22,6 @@ def test_sizes_that_fit_are_accepted(folder):
     sizes = ["tensor_parallel=2", "pipeline_parallel=4", "gpus_per_node=8", "nodes=2"]
     config = load("base.yaml", [f"roles.actor.{size}" for size in sizes] + ["rollout.tensor_parallel=2"])
     assert config.roles.actor.data_parallel == 2
-
-
-def test_the_world_must_be_a_multiple_of_tensor_times_pipeline(folder):
-    line = only(refusal("roles.actor.gpus_per_node=3", "roles.actor.tensor_parallel=2"))
-    assert line == (
-        "override roles.actor.gpus_per_node=3: nodes * gpus_per_node = 1 * 3 = 3 is not divisible by tensor_parallel * "
-        "pipeline_parallel = 2 * 1 = 2; nearest valid gpus_per_node: 2, 4"
-    )
-
-
-def test_a_tensor_parallel_group_stays_within_a_node(folder):
-    lines = refusal("roles.actor.nodes=2", "roles.actor.tensor_parallel=2")
-    assert only(lines).endswith("the 1 gpus_per_node must hold whole tensor-parallel groups; valid: 1")
 
 
 # The model folder and the data
@@ -203,4 +172,5 @@ def test_a_warmup_longer_than_the_run_is_refused(folder):
 @pytest.mark.parametrize("section", ["roles.actor", "roles.critic", "warm_start"])
 def test_the_settings_of_every_optimizer_are_checked(folder, section):
     lines = refusal(f"{section}.optimizer.betas=[0.8, 1.0]", f"{section}.optimizer.warmup_steps=1000")
+    lines = [line for line in lines if "trains no critic" not in line]
     assert lines[0].endswith("allowed: two numbers >= 0 and < 1") and "given 1000, but the peak" in lines[1]

@@ -1,0 +1,113 @@
+"""Loss and gradients are those of one large batch, however it is split: micro-batches, ranks, packing order."""
+
+import random
+from functools import partial
+
+import pytest
+import torch
+from gradients import full_gradients
+from hf_models import write_hf_model
+from ranks import make_engine, run_ranks
+
+from megarl.algorithms.losses import policy_loss
+from megarl.config import OptimizerConfig
+from megarl.sample import Prompt, Sample
+
+VOCAB_SIZE = 101
+LAYOUTS = {  # number of ranks, RoleConfig
+    "one rank": (1, {}),
+    "DP 2": (2, {}),
+    "DP 3": (3, {"balance": "tokens"}),
+    "TP 2 SP": (2, {"tensor_parallel": 2, "sequence_parallel": True}),
+    "PP 2": (2, {"pipeline_parallel": 2}),
+    "PP 2 VPP 2": (2, {"pipeline_parallel": 2, "virtual_pipeline_parallel": 2}),
+    "DP 2 TP 2": (4, {"tensor_parallel": 2}),
+}
+SEEDS = {"one rank": 4, "DP 2": 4, "DP 3": 2, "TP 2 SP": 2, "PP 2": 2, "PP 2 VPP 2": 2, "DP 2 TP 2": 1}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_hf_model(tmp_path_factory.mktemp("model"), "qwen2", True, VOCAB_SIZE)
+
+
+def random_samples(seed: int) -> list[Sample]:
+    """Of 1 to 40 tokens, some of them not trained at all, with everything that a policy loss reads."""
+    generator = random.Random(seed)
+    samples = []
+    for index in range(generator.randint(5, 12)):
+        length = generator.choice([2, 3, generator.randint(4, 40)])
+        prompt_length = generator.randint(1, length - 1)
+        ids = [generator.randrange(VOCAB_SIZE) for _ in range(length)]
+        sample = Sample.from_response(Prompt([], ids[:prompt_length]), ids[prompt_length:], group_id=0, index=index)
+        sample.loss_mask &= generator.random() > 0.15
+        noise = torch.Generator().manual_seed(1000 * seed + index)
+        sample.old_logprobs = -4.6 + 0.3 * torch.randn(length, generator=noise)
+        sample.ref_logprobs = -4.6 + 0.3 * torch.randn(length, generator=noise)
+        sample.advantages = torch.randn(length, generator=noise)
+        samples.append(sample)
+    return samples
+
+
+def loss_of(aggregation):
+    return partial(policy_loss, clip_low=0.2, clip_high=0.3, loss_aggregation=aggregation, kl_coefficient=0.1)
+
+
+def step(rank, folder, samples, aggregation, max_tokens, role):
+    engine = make_engine(folder, max_tokens=max_tokens, **role)
+    engine.use_optimizer(OptimizerConfig(clip_grad=1e9))
+    result = engine.train_step(samples, loss_of(aggregation), 1e-3)
+    return result.get("loss", 0.0), full_gradients(engine)
+
+
+def merged(results):
+    return sum(loss for loss, _ in results), {name: x for _, gradients in results for name, x in gradients.items()}
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_any_split_gives_the_loss_and_gradients_of_one_large_batch(folder, layout, aggregation):
+    world_size, role = LAYOUTS[layout]
+    for seed in range(SEEDS[layout]):
+        samples = random_samples(seed)
+        large = merged(run_ranks(step, 1, folder, samples, aggregation, 10_000, {}))
+        order = random.Random(seed + 100)
+        shuffled = order.sample(samples, len(samples))
+        max_tokens = order.choice([1, 25, 60, 200])
+        split = merged(run_ranks(step, world_size, folder, shuffled, aggregation, max_tokens, role, **role))
+        assert split[0] == pytest.approx(large[0], abs=1e-6, rel=1e-6)
+        assert split[1].keys() == large[1].keys()
+        largest = max(abs(gradient).max() for gradient in large[1].values())
+        assert largest > 1e-3
+        for name, gradient in large[1].items():
+            error = abs(split[1][name] - gradient).max()
+            assert error <= 1e-6 * max(1.0, largest), f"{name}: {error} with {max_tokens} tokens, seed {seed}"
+
+
+def unpacked_loss_and_gradients(folder, samples, aggregation):
+    """The same by transformers, one sequence at a time, from the formula."""
+    from transformers import AutoModelForCausalLM
+
+    from megarl.data.packing import count_denominators, pack
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    denominators = count_denominators(samples)
+    total = 0.0
+    for sample in samples:
+        logits = model(sample.token_ids[None]).logits[0].log_softmax(-1)
+        logprobs = torch.cat([torch.zeros(1), logits[torch.arange(len(sample.token_ids) - 1), sample.token_ids[1:]]])
+        loss, _ = loss_of(aggregation)(logprobs, pack([sample], *denominators, torch.device("cpu")))
+        loss.backward()
+        total += loss.item()
+    return total, {name: parameter.grad.numpy() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
+def test_packed_sequences_do_not_see_each_other(folder, aggregation):
+    samples = random_samples(7)
+    expected_loss, expected = unpacked_loss_and_gradients(folder, samples, aggregation)
+    loss, gradients = merged(run_ranks(step, 1, folder, samples, aggregation, 10_000, {}))
+    assert loss == pytest.approx(expected_loss, rel=1e-5)
+    assert gradients.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(torch.tensor(gradients[name]), torch.tensor(gradient), atol=1e-6, rtol=1e-4, msg=name)
