@@ -164,7 +164,10 @@ def parameters_of(chunk: GPTModel, shape: ModelShape) -> Iterator[tuple[Paramete
     """The chunk's parameters with their place in the whole model, in a fixed order."""
     first_expert = parallel.expert_parallel_rank() * (shape.num_experts // parallel.expert_parallel_size())
     first_layer = chunk.decoder.layers[0].layer_number - 1
+    has_value_head = isinstance(getattr(chunk, "output_layer", None), ValueHead)
     for name, parameter in chunk.named_parameters():
+        if has_value_head:
+            name = name.replace("output_layer.", "value_head.")
         yield Parameter.parse(name, first_layer, first_expert), parameter
 
 

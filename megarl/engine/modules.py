@@ -131,18 +131,20 @@ class ValueHead(MegatronModule):
 
     def __init__(self, config, bias: bool):
         super().__init__(config=config)
-        self.value = torch.nn.Linear(config.hidden_size, 1, bias, device=parallel.device(), dtype=config.params_dtype)
+        place = {"device": parallel.device(), "dtype": config.params_dtype}
+        self.weight = torch.nn.Parameter(torch.empty(1, config.hidden_size, **place))
+        self.bias = torch.nn.Parameter(torch.empty(1, **place)) if bias else None
 
     @torch.no_grad()
     def initialize(self, std: float) -> None:
         """Weights from N(0, std), the same on all ranks, and bias 0: values start near 0 whatever the model."""
         generator = torch.Generator().manual_seed(0)
-        self.value.weight.copy_(std * torch.randn(self.value.weight.shape, generator=generator))
-        if self.value.bias is not None:
-            self.value.bias.zero_()
+        self.weight.copy_(std * torch.randn(self.weight.shape, generator=generator))
+        if self.bias is not None:
+            self.bias.zero_()
 
     def forward(self, hidden, weight=None, runtime_gather_output=None):
         """[T / tp under sequence parallelism, 1, H] -> ([T, 1, 1], no bias): what GPTModel expects of its output layer."""
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
-        return self.value(hidden), None
+        return F.linear(hidden, self.weight, self.bias), None

@@ -12,7 +12,7 @@ from hf_models import write_hf_model
 from ranks import make_engine, run_ranks
 
 from megarl.algorithms.losses import sft_loss
-from megarl.config import OptimizerConfig
+from megarl.config import CriticConfig, ModelConfig, OptimizerConfig
 from megarl.sample import Prompt, Sample
 
 TOOL = Path(__file__).parents[2] / "tools" / "convert_ckpt.py"
@@ -26,7 +26,7 @@ def train_and_save(rank, model, folder):
     engine = make_engine(model)
     engine.use_optimizer(OptimizerConfig())
     samples = [Sample.from_response(Prompt([], ids[:1]), ids[1:], group_id=0, index=0) for ids in SEQUENCES]
-    engine.train_step(samples, sft_loss, 1e-2, 1.0)
+    engine.train_step(samples, sft_loss, 1e-2)
     checkpoint.save(engine, model, folder)
     return {i: x[0].tolist() for i, x in engine.logprobs(samples, 1.0).items()}
 
@@ -43,7 +43,9 @@ def test_exported_folder_gives_equal_logprobs_in_transformers(tmp_path, family, 
         train_and_save, 4, model, run / "checkpoints" / "step_000007", tensor_parallel=2, pipeline_parallel=2
     )
     shutil.rmtree(model)  # a checkpoint needs nothing beside itself
-    subprocess.run([sys.executable, TOOL, "--to-hf", run, tmp_path / "out"], check=True, timeout=300)
+    export = [sys.executable, TOOL, "--to-hf", run, tmp_path / "out", "--max-shard-size", "50KB"]
+    subprocess.run(export, check=True, timeout=300)
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 2
 
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["vocab_size"] == 101 and config["tie_word_embeddings"] is tied
@@ -64,3 +66,50 @@ def test_export_of_a_folder_without_checkpoint_is_refused(tmp_path):
         [sys.executable, TOOL, "--to-hf", tmp_path, tmp_path / "out"], capture_output=True, text=True, timeout=300
     )
     assert result.returncode == 2 and "neither a checkpoint nor a run directory" in result.stderr
+
+
+TP2_PP2 = {"tensor_parallel": 2, "pipeline_parallel": 2, "sequence_parallel": True}
+VPP2 = {"pipeline_parallel": 2, "virtual_pipeline_parallel": 2}
+RESHARDED = {  # family, head, saved under, loaded under: number of ranks, RoleConfig
+    "dense to one rank": ("qwen2", "lm", (4, TP2_PP2), (1, {})),
+    "dense to interleaved": ("qwen2", "lm", (4, TP2_PP2), (2, VPP2)),
+    "interleaved to data parallel": ("llama", "lm", (2, VPP2), (2, {})),
+    "one rank to tensor parallel": ("qwen3", "lm", (1, {}), (2, {"tensor_parallel": 2})),
+    "experts gathered": ("qwen3_moe", "lm", (2, {"expert_parallel": 2}), (1, {})),
+    "experts spread": ("qwen3_moe", "lm", (2, VPP2), (2, {"expert_parallel": 2})),
+    "value head": ("qwen2", "value", (2, {"tensor_parallel": 2, "sequence_parallel": True}), (2, {"pipeline_parallel": 2})),
+}
+
+
+def scores_after(rank, model, head, role, folder, save):
+    """Log-probs or values of the engine: after one step and a save, or after a load."""
+    from megarl.engine import checkpoint
+    from megarl.engine.engine import Engine
+
+    settings = CriticConfig(value_head_std=0.3, **role)
+    engine = Engine(ModelConfig(path=str(model), dtype="float32"), settings, head)
+    samples = [Sample.from_response(Prompt([], ids[:1]), ids[1:], group_id=0, index=0) for ids in SEQUENCES]
+    if save:
+        engine.use_optimizer(OptimizerConfig())
+        engine.train_step(samples, sft_loss, 1e-2)
+        checkpoint.save(engine, model, folder)
+    else:
+        with torch.no_grad():
+            for parameter in engine._parameters():
+                parameter.fill_(0.5)
+        checkpoint.load(engine, folder)
+    scored = engine.values(samples) if head == "value" else {i: x[0] for i, x in engine.logprobs(samples, 1.0).items()}
+    return {i: x.tolist() for i, x in scored.items()}
+
+
+@pytest.mark.parametrize("case", RESHARDED)
+def test_a_checkpoint_of_one_layout_loads_under_another(tmp_path, case):
+    family, head, (saved_on, saved_under), (loaded_on, loaded_under) = RESHARDED[case]
+    model = write_hf_model(tmp_path / "model", family, tied=family == "qwen2", vocab_size=101)
+    folder = tmp_path / "checkpoint"
+    saved = run_ranks(scores_after, saved_on, model, head, saved_under, folder, True, **saved_under)
+    loaded = run_ranks(scores_after, loaded_on, model, head, loaded_under, folder, False, **loaded_under)
+    before, after = ({i: x for rank in ranks for i, x in rank.items()} for ranks in (saved, loaded))
+    assert before.keys() == after.keys() == set(range(len(SEQUENCES)))
+    for i in before:
+        torch.testing.assert_close(torch.tensor(after[i]), torch.tensor(before[i]), atol=2e-5, rtol=0)

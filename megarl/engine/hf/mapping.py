@@ -15,7 +15,7 @@ from megarl.engine.hf import FAMILIES
 from megarl.engine.hf.shape import ModelShape
 
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
-VALUE_HEAD = {"output_layer.value.weight": ("score.weight",), "output_layer.value.bias": ("score.bias",)}
+VALUE_HEAD = {"value_head.weight": ("score.weight",), "value_head.bias": ("score.bias",)}  # of every family
 
 # How transformer-engine's layers name what the local ones, and the tables, name otherwise.
 _FUSED_NORMS = {
