@@ -53,8 +53,7 @@ def convert_sentencepiece(file: Path) -> "Tokenizer":
 
     A space goes before every text, and before the one after a special token; characters outside the vocabulary become
     bytes. Raises ValueError where the ids would not be sentencepiece's own: for unigram models, for text normalization
-    and for user-defined pieces. transformers' own conversion gives one space too few to a text that begins with one,
-    and cannot read the file beside protobuf 6 with sentencepiece 0.2.3.
+    and for user-defined pieces. transformers' own conversion gives one space too few to a text that begins with one.
     """
     from sentencepiece import SentencePieceProcessor
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
