@@ -99,6 +99,8 @@ def rank_main(rank: int, world_size: int, port: int, layout: str, shape: str, op
     from megarl.engine import parallel
 
     parallel.initialize(rank, world_size, "127.0.0.1", port, RoleConfig(**LAYOUTS[layout]), seed=1)
+    gc.collect()
+    gc.freeze()  # as the actor's workers do
     results = []
     for contender in options.contenders:
         who, impl = CONTENDERS[contender]

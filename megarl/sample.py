@@ -97,7 +97,4 @@ class Batch:
 
     def align(self, next_token_values: torch.Tensor) -> torch.Tensor:
         """[T] values at predicting positions -> [T] values at predicted tokens; 0 at each sequence's first token."""
-        aligned = torch.roll(next_token_values, 1)
-        first = torch.zeros_like(self.loss_mask)
-        first[self.cu_seqlens[:-1].long()] = True
-        return aligned.masked_fill(first, 0.0)
+        return torch.roll(next_token_values, 1).masked_fill(self.positions == 0, 0.0)

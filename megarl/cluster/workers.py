@@ -4,6 +4,7 @@ Megatron and torch are imported in the methods: importing this module in the tra
 """
 
 import faulthandler
+import gc
 import os
 import socket
 import sys
@@ -45,6 +46,8 @@ class EngineWorker:
         self.model_path = model.path
         self.engine = Engine(model, role, head)
         self.helps_to_send = parallel.helps_to_send()
+        gc.collect()
+        gc.freeze()  # a full collection would walk all imported modules while the GPU waits
         return {
             "stage": parallel.pipeline_parallel_rank(),
             "helps_to_send": self.helps_to_send,

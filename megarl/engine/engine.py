@@ -30,6 +30,7 @@ from megarl.engine.model import (
     tensor_parallel_place,
     transformer_config,
 )
+from megarl.engine.modules import inverse_frequencies
 from megarl.engine.offload import HostCopy
 from megarl.engine.step import run_microbatches
 from megarl.sample import Batch, Sample
@@ -60,6 +61,7 @@ class Engine:
         self.dtype = getattr(torch, model.dtype)
         self.use_te = use_transformer_engine(model.transformer_impl, self.dtype)
         self.config = transformer_config(self.shape, self.dtype, role, self.use_te)
+        self.inverse_frequencies = inverse_frequencies(self.shape).to(parallel.device())
         self.chunks = build_chunks(self.shape, self.config, self.use_te, head, role)
         if load_weights:
             load_hf_weights(self.chunks, self.shape, model.path)
@@ -292,7 +294,7 @@ class Engine:
                 output, targets, self.shape.vocab_size, temperature, entropy != "none", entropy == "gradient"
             )
 
-        return run_microbatches(self.runnable, batches, predict, head, self.shape, forward_only)
+        return run_microbatches(self.runnable, batches, predict, head, self.inverse_frequencies, forward_only)
 
     @contextlib.contextmanager
     def _reference_weights(self):

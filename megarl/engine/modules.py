@@ -45,8 +45,11 @@ class PackedSequences(PackedSeqParams):
         return angles.cos().to(self.dtype), angles.sin().to(self.dtype)
 
 
-def packed_sequences(batch: Batch, positions_T: torch.Tensor, shape: ModelShape, dtype: torch.dtype) -> PackedSequences:
-    angles_TD = positions_T[:, None].float() * inverse_frequencies(shape).to(positions_T.device)
+def packed_sequences(
+    batch: Batch, positions_T: torch.Tensor, inverse_frequencies: torch.Tensor, dtype: torch.dtype
+) -> PackedSequences:
+    """`positions_T`: of this rank's tokens, [T / cp]. No copy from the host: it would wait for all that the GPU has to do."""
+    angles_TD = positions_T[:, None].float() * inverse_frequencies
     return PackedSequences(
         qkv_format="thd",
         cu_seqlens_q=batch.cu_seqlens,

@@ -7,7 +7,6 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 
 from megarl.engine import context
-from megarl.engine.hf.shape import ModelShape
 from megarl.engine.modules import packed_sequences
 from megarl.sample import Batch
 
@@ -19,7 +18,12 @@ Head = Callable[[torch.Tensor, torch.Tensor | None, Batch], tuple[torch.Tensor, 
 
 
 def run_microbatches(
-    chunks: list[torch.nn.Module], batches: list[Batch], predict: Predict, head: Head, shape: ModelShape, forward_only: bool
+    chunks: list[torch.nn.Module],
+    batches: list[Batch],
+    predict: Predict,
+    head: Head,
+    inverse_frequencies: torch.Tensor,
+    forward_only: bool,
 ) -> list[dict]:
     """The results of `head` for each micro-batch, in order, on the last pipeline stage; [] on the others.
 
@@ -30,7 +34,7 @@ def run_microbatches(
         batch = next(iterator)
         split = context.split(batch)
         positions_T = split.mine(batch.positions)
-        packed = packed_sequences(batch, positions_T, shape, get_model_config(chunk).params_dtype)
+        packed = packed_sequences(batch, positions_T, inverse_frequencies, get_model_config(chunk).params_dtype)
         output = chunk(split.mine(batch.token_ids)[None], positions_T[None], None, packed_seq_params=packed)
         return output, lambda output: _apply_head(output.squeeze(0), batch, split)
 

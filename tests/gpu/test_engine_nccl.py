@@ -39,7 +39,9 @@ CASES = [  # model, layers of, dtype, number of ranks, RoleConfig
     ("qwen3-moe", "transformer_engine", "bfloat16", 2, {"expert_parallel": 2}),
 ]
 # Absolute, of log-probs; relative, of the gradient's norm; relative in norm, of each gradient.
-TOLERANCE = {"float32": (1e-4, 1e-5, 1e-3), "bfloat16": (0.15, 0.02, 0.1)}
+TOLERANCE = {"float32": (3e-4, 1e-5, 1e-3), "bfloat16": (0.15, 0.02, 0.1)}
+# Rounded to bfloat16, two experts of a token can change places: a few log-probs and gradients then differ much.
+ROUTED_TOLERANCE = {"float32": TOLERANCE["float32"], "bfloat16": (1.0, 0.05, 0.5)}
 
 
 SEQUENCE_LENGTHS = (7, 19, 2, 13, 24, 130)
@@ -114,13 +116,16 @@ def test_logprobs_and_gradients_equal_transformers(references, results, case):
     if world_size > NUM_GPUS:
         pytest.skip(f"needs {world_size} GPUs")
     _, sequences, hf_logprobs, hf_loss, hf_gradients = references[model]
-    tolerance, norm_tolerance, gradient_tolerance = TOLERANCE[dtype]
+    tolerances = ROUTED_TOLERANCE if "moe" in model else TOLERANCE
+    tolerance, norm_tolerance, gradient_tolerance = tolerances[dtype]
     ranks = results[case_id(case)]
     for outcome in ranks:
         assert not isinstance(outcome, str), outcome
     logprobs = {i: x for rank in ranks for i, x in rank[0].items()}
     for i, expected in enumerate(hf_logprobs):
         torch.testing.assert_close(torch.tensor(logprobs[i][1:]), expected, atol=tolerance, rtol=0)
+    differences = torch.cat([torch.tensor(logprobs[i][1:]) - expected for i, expected in enumerate(hf_logprobs)])
+    assert differences.abs().mean() < tolerance / 4
     norm = torch.sqrt(sum((gradient**2).sum() for gradient in hf_gradients.values())).item()
     losses = [sum(rank[1][step].get("loss", 0.0) for rank in ranks) for step in range(3)]
     gradients = {name: torch.tensor(x) for rank in ranks for name, x in rank[3].items()}
