@@ -69,7 +69,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=2)
-    parser.add_argument("--profile", type=Path, help="folder for a table of one step's kernels, for each contender")
+    parser.add_argument("--profile", type=Path, help="folder for a table and a trace of one step of each Engine")
     parser.add_argument("--out", type=Path, help="JSON file")
     options = parser.parse_args()
     if options.bare:
@@ -82,9 +82,18 @@ def run_ranks(world_size: int, layout: str, shape: str, options: argparse.Namesp
     import torch.multiprocessing as multiprocessing
 
     with tempfile.TemporaryDirectory() as folder:
-        arguments = (world_size, free_port(), layout, shape, options, folder)
-        multiprocessing.spawn(rank_main, arguments, nprocs=world_size)
-        return json.loads(Path(folder, "results.json").read_text())
+        results = Path(folder, "results.json")
+        results.write_text("[]")
+        try:
+            multiprocessing.spawn(rank_main, (world_size, free_port(), layout, shape, options, results), nprocs=world_size)
+        except multiprocessing.ProcessRaisedException as error:
+            if "OutOfMemoryError" not in str(error):
+                raise
+            done = json.loads(results.read_text())
+            failed = options.contenders[len(done)]
+            print(f"{shape} {layout} {failed}: out of memory; those after it were not run")
+            return [*done, {"shape": shape, "layout": layout, "contender": failed, "failed": "out of memory"}]
+        return json.loads(results.read_text())
 
 
 def free_port() -> int:
@@ -93,7 +102,7 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-def rank_main(rank: int, world_size: int, port: int, layout: str, shape: str, options, folder: str) -> None:
+def rank_main(rank: int, world_size: int, port: int, layout: str, shape: str, options, file: Path) -> None:
     os.environ |= {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_CUMEM_ENABLE": "0"}
     from megarl.config import RoleConfig
     from megarl.engine import parallel
@@ -107,10 +116,9 @@ def rank_main(rank: int, world_size: int, port: int, layout: str, shape: str, op
         measured = (run_bare if who == "bare" else run_engine)(SHAPES[shape], layout, impl, options)
         results.append({"shape": shape, "layout": layout, "contender": contender, **figures(shape, layout, measured, options)})
         if rank == 0:
+            file.write_text(json.dumps(results))
             print(table(results[-1:]), flush=True)
     parallel.shutdown()
-    if rank == 0:
-        Path(folder, "results.json").write_text(json.dumps(results))
 
 
 def run_bare(shape: dict, layout: str, impl: str, options) -> dict:
@@ -118,10 +126,9 @@ def run_bare(shape: dict, layout: str, impl: str, options) -> dict:
 
     tensor_parallel = LAYOUTS[layout].get("tensor_parallel", 1)
     lengths = [options.length] * options.sequences
-    with profiled(options, f"bare-{impl}"):
-        return bare_megatron.run_bare(
-            shape, tensor_parallel, options.microbatches, lengths, impl, options.dtype, options.steps, options.warmup
-        )
+    return bare_megatron.run_bare(
+        shape, tensor_parallel, options.microbatches, lengths, impl, options.dtype, options.steps, options.warmup
+    )
 
 
 def run_engine(shape: dict, layout: str, impl: str, options) -> dict:
@@ -158,9 +165,8 @@ def run_engine(shape: dict, layout: str, impl: str, options) -> dict:
     step_s = [timed(step) for _ in range(options.warmup + options.steps)][options.warmup :]
     peak_gb = torch.cuda.max_memory_allocated() / 1e9 if on_gpu else 0.0
     score_s = [timed(partial(engine.logprobs, samples, 1.0)) for _ in range(2)][1]
-    with profiled(options, f"engine-{impl}"):
-        if options.profile:
-            step()
+    if options.profile:
+        profile(step, options.profile, f"{shape['hidden_size']}-{layout}-{impl}")
     for ddp in engine.runnable:
         ddp.grad_accs.clear()  # these hold the model through autograd's nodes, unseen by the garbage collector
     del engine, step
@@ -195,30 +201,19 @@ def random_samples(number: int, length: int, vocab_size: int) -> list:
     return samples
 
 
-class profiled:
-    """Writes what the device did meanwhile to a table in `options.profile`, on rank 0; nothing without such a folder."""
+def profile(step, folder: Path, name: str) -> None:
+    """Write what one step does, by kernel and by operator, and its trace."""
+    import torch
 
-    def __init__(self, options, name: str):
-        self.folder, self.name, self.profiler = options.profile, name, None
-
-    def __enter__(self):
-        import torch
-
-        if self.folder and torch.distributed.get_rank() == 0:
-            self.profiler = torch.profiler.profile()
-            self.profiler.__enter__()
-
-    def __exit__(self, *exception):
-        if self.profiler:
-            self.profiler.__exit__(*exception)
-            self.folder.mkdir(parents=True, exist_ok=True)
-            averages = self.profiler.key_averages()
-            tables = [
-                averages.table(sort_by=key, row_limit=45, max_name_column_width=90)
-                for key in ("self_device_time_total", "self_cpu_time_total")
-            ]
-            Path(self.folder, f"{self.name}.txt").write_text("\n".join(tables))
-            self.profiler.export_chrome_trace(str(self.folder / f"{self.name}.json.gz"))
+    with torch.profiler.profile() as profiler:
+        step()
+    if torch.distributed.get_rank() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        averages = profiler.key_averages()
+        keys = ("self_device_time_total", "self_cpu_time_total")
+        tables = [averages.table(sort_by=key, row_limit=45, max_name_column_width=90) for key in keys]
+        (folder / f"{name}.txt").write_text("\n".join(tables))
+        profiler.export_chrome_trace(str(folder / f"{name}.json.gz"))
 
 
 def figures(shape: str, layout: str, measured: dict, options) -> dict:
@@ -244,7 +239,7 @@ def figures(shape: str, layout: str, measured: dict, options) -> dict:
 
 def table(cases: list[dict]) -> str:
     lines = ["| shape | layout | contender | step s | tokens/s/GPU | TFLOP/s/GPU | MFU | peak GB |", "|---|---|---|---|---|---|---|---|"]
-    for c in cases:
+    for c in (case for case in cases if "failed" not in case):
         lines.append(
             f"| {c['shape']} | {c['layout']} | {c['contender']} | {c['step_s']:.3f} | {c['tokens_per_s_per_gpu']:,} | "
             f"{c['tflops_per_gpu']:.0f} | {c['mfu']:.1%} | {c['peak_gb']:.0f} |"

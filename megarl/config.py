@@ -7,9 +7,10 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
 from megarl import config_file
-from megarl.config_checks import check, resolve_device, violations
+from megarl.config_checks import check, violations
 from megarl.config_errors import covers, validate
 from megarl.errors import ConfigError
+from megarl.machine import resolve_device
 
 __all__ = ["Config", "check", "describe", "load", "resolve_device"]
 

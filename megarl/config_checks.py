@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from math import gcd
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from megarl.config_role_checks import LAYOUT_KEYS, check_role, check_role_model, check_transformer_impl
 from megarl.config_violation import Violation, divisors, listed, nearest_multiples, nearest_two
@@ -217,13 +217,6 @@ def refuse_used_run(config: "Config") -> None:
     metrics = config.run_path / "metrics.jsonl"
     if metrics.exists() and metrics.stat().st_size:
         raise ConfigError(f"name: {config.run_path} holds an earlier run; give this one another name (name=...) or remove it")
-
-
-def resolve_device(config: "Config") -> Literal["cpu", "cuda"]:
-    """`auto` is cuda where this process sees a GPU."""
-    if config.device != "auto":
-        return config.device
-    return "cuda" if sees_gpu() else "cpu"
 
 
 def model_shape(config: "Config") -> ModelShape:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from megarl.config_violation import Violation, divisors, listed, nearest_multiples
 from megarl.engine.hf.shape import ModelShape
+from megarl.machine import resolve_device
 
 if TYPE_CHECKING:
     from megarl.config import Config
@@ -84,8 +85,6 @@ def check_transformer_impl(config: "Config") -> Iterator[Violation]:
 
 def why_not_transformer_engine(config: "Config") -> str | None:
     """Why the layers will not be transformer-engine's; None: they will, or another machine's installation decides."""
-    from megarl.config_checks import resolve_device
-
     if resolve_device(config) == "cpu":
         return "that runs on GPUs only, not with device: cpu"
     if config.model.dtype != "bfloat16":
@@ -160,6 +159,17 @@ def check_experts(config: "Config", name: str, shape: ModelShape) -> Iterator[Vi
             f"given {role.expert_tensor_parallel}, but it must divide an expert's intermediate size "
             f"{shape.moe_ffn_hidden_size}; valid: {listed(divisors(shape.moe_ffn_hidden_size))}",
             (keys["expert_tensor_parallel"], "model.path"),
+        )
+    if "mlp" in (role.recompute_modules or []):
+        text = f"given {role.recompute_modules}, but the model ({shape.family}) has experts in place of MLPs; valid: core_attn, moe"
+        yield Violation(text, (f"roles.{name}.recompute_modules", "model.path"))
+    tensor, expert_tensor = role.tensor_parallel, role.expert_tensor_parallel
+    if resolve_device(config) == "cpu" and expert_tensor > 1 and (role.expert_parallel > 1 or expert_tensor != tensor):
+        also = f", or {tensor} with expert_parallel 1" if tensor > 1 else ""
+        yield Violation(
+            f"given {expert_tensor} with expert_parallel {role.expert_parallel} and tensor_parallel {tensor}, but gloo gathers "
+            f"equal numbers of tokens only; valid on a CPU: 1{also}",
+            (keys["expert_tensor_parallel"], keys["expert_parallel"], f"roles.{name}.tensor_parallel", "device"),
         )
     ranks, needed = role.world_size // role.pipeline_parallel, role.expert_parallel * role.expert_tensor_parallel
     if ranks % needed:

@@ -3,8 +3,19 @@
 import errno
 import os
 import socket
+from typing import TYPE_CHECKING, Literal
 
 import pynvml
+
+if TYPE_CHECKING:
+    from megarl.config import Config
+
+
+def resolve_device(config: "Config") -> Literal["cpu", "cuda"]:
+    """`auto` is cuda where this process sees a GPU."""
+    if config.device != "auto":
+        return config.device
+    return "cuda" if sees_gpu() else "cpu"
 
 
 def sees_gpu() -> bool:

@@ -73,15 +73,27 @@ MOE_CASES = [
         "pipeline_parallel 1); valid products: 1, 2",
     ),
     (
-        {"expert_tensor_parallel": 5, "gpus_per_node": 5},
-        "given 5, but it must divide an expert's intermediate size 96; valid: 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 96",
-    ),
-    (
         {"tensor_parallel": 2, "gpus_per_node": 2},
         "given false, but a model with experts needs it with tensor_parallel 2: each rank routes its own part of the "
         "tokens; valid: true",
     ),
+    (
+        {"expert_tensor_parallel": 2, "gpus_per_node": 2},
+        "given 2 with expert_parallel 1 and tensor_parallel 1, but gloo gathers equal numbers of tokens only; valid on a CPU: 1",
+    ),
+    (
+        {"recompute": "selective", "recompute_modules": ["mlp"]},
+        "given ['mlp'], but the model (qwen3_moe) has experts in place of MLPs; valid: core_attn, moe",
+    ),
 ]
+
+
+def test_expert_tensor_parallel_must_divide_an_experts_width(moe):
+    on_gpu = ["device=cuda", "cluster.ray_address=auto"]
+    assert only(refusal(*on_gpu, *actor(expert_tensor_parallel=5, gpus_per_node=5))).endswith(
+        "given 5, but it must divide an expert's intermediate size 96; valid: 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 96"
+    )
+    load("base.yaml", [*on_gpu, *actor(expert_tensor_parallel=2, gpus_per_node=2)])
 
 
 @pytest.mark.parametrize("settings, text", DENSE_CASES)
@@ -101,7 +113,8 @@ def test_layouts_that_fit_are_accepted(folder):
 
 def test_expert_layouts_that_fit_are_accepted(moe):
     load("base.yaml", actor(gpus_per_node=4, expert_parallel=2, pipeline_parallel=2))
-    load("base.yaml", actor(gpus_per_node=4, tensor_parallel=2, sequence_parallel=True, expert_tensor_parallel=2, expert_parallel=2))
+    load("base.yaml", actor(gpus_per_node=4, tensor_parallel=2, sequence_parallel=True, expert_parallel=4))
+    load("base.yaml", actor(gpus_per_node=4, tensor_parallel=2, sequence_parallel=True, expert_tensor_parallel=2))
 
 
 @pytest.mark.parametrize(

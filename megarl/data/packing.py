@@ -92,12 +92,14 @@ def pack(
     device: torch.device,
     multiple_of: int = 1,
     sequence_multiple: int = 1,
+    like: Sequence[Sample] = (),
 ) -> Batch:
     """One micro-batch on `device`, filled up with tokens that are not trained: id 0, and 0 in every per-token field.
 
     Each sequence is padded at its end to a multiple of `sequence_multiple`, which context parallelism needs (2 * CP);
     a causal mask hides the padding from the sequence's own tokens. A last sequence fills the whole up to a multiple of
-    `multiple_of` too, which sequence parallelism needs (TP * CP). Without samples it is one such sequence.
+    `multiple_of` too, which sequence parallelism needs (TP * CP). Without samples it is one such sequence, with the
+    fields that the samples `like` have.
     """
     lengths = [padded(len(sample.token_ids), sequence_multiple) for sample in samples]
     multiple = math.lcm(multiple_of, sequence_multiple)
@@ -106,13 +108,13 @@ def pack(
         lengths.append(filler)
 
     def joined(name: str, dtype: torch.dtype) -> torch.Tensor | None:
-        values = [getattr(sample, name) for sample in samples]
+        values = [getattr(sample, name) for sample in samples or like]
         missing = sum(value is None for value in values)
         assert missing in (0, len(values)), f"{missing} of {len(values)} samples of a micro-batch lack {name}"
         if missing:
             return None
         flat = torch.zeros(sum(lengths), dtype=dtype)
-        for place, value in zip(flat.split(lengths), values):
+        for place, value in zip(flat.split(lengths), values if samples else []):
             place[: len(value)] = value
         return flat.to(device)
 

@@ -14,7 +14,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 
-from megarl.config import ModelConfig, OptimizerConfig, RoleConfig
+from megarl.config import CriticConfig, ModelConfig, OptimizerConfig, RoleConfig
 from megarl.data.packing import count_denominators, pack, padded, plan_microbatches
 from megarl.engine import parallel
 from megarl.engine.fused import use_transformer_engine
@@ -31,7 +31,7 @@ from megarl.engine.model import (
     transformer_config,
 )
 from megarl.engine.modules import inverse_frequencies
-from megarl.engine.offload import HostCopy
+from megarl.engine.offload import MovedTensors, Snapshot
 from megarl.engine.step import run_microbatches
 from megarl.sample import Batch, Sample
 
@@ -44,7 +44,7 @@ class Engine:
     def __init__(
         self,
         model: ModelConfig,
-        role: RoleConfig,
+        role: RoleConfig | CriticConfig,
         head: Literal["lm", "value"] = "lm",
         trainable: bool = True,
         load_weights: bool = True,
@@ -52,8 +52,8 @@ class Engine:
         """Build this rank's part of the model and load it from an HF folder; needs `parallel.initialize` first.
 
         Without `load_weights` only the folder's config.json is read, and a checkpoint must be loaded next; only a
-        `trainable` engine has gradient buffers. A value head that the folder lacks is drawn from `role.value_head_std`.
-        Raises ConfigError where the folder's config or tensors do not fit.
+        `trainable` engine has gradient buffers. A value head needs a CriticConfig, by which it is drawn where the folder
+        has none. Raises ConfigError where the folder's config or tensors do not fit.
         """
         self.shape = ModelShape.read(model.path)
         self.role = role
@@ -67,9 +67,10 @@ class Engine:
             load_hf_weights(self.chunks, self.shape, model.path)
         self.runnable = self._with_gradients() if trainable else self.chunks
         self.optimizer = None
-        self._reference: list[torch.Tensor] | None = None
+        self._reference: Snapshot | None = None
+        self._own = Snapshot()  # of the weights, while the reference's are in their place
         self._phase: Phase = "update"
-        self._parked = {"weights": HostCopy(), "optimizer": HostCopy()}
+        self._moved_weights, self._moved_optimizer = MovedTensors(), MovedTensors()
 
     def _with_gradients(self) -> list[DistributedDataParallel]:
         settings = DistributedDataParallelConfig(
@@ -88,8 +89,8 @@ class Engine:
     def use_optimizer(self, settings: OptimizerConfig) -> None:
         """Start a fresh AdamW (state zero); the learning rate comes with each step."""
         self._require("update")
-        self._parked["optimizer"] = HostCopy()
         self.optimizer_settings = settings
+        self.optimizer = None  # its memory goes before the next one's is taken
         self.optimizer = get_megatron_optimizer(
             MegatronOptimizerConfig(
                 optimizer="adam",
@@ -190,7 +191,8 @@ class Engine:
     def capture_reference(self) -> None:
         """Keep a host copy of the present weights: they are the reference policy from now on."""
         self._require("score")
-        self._reference = [parameter.detach().to("cpu", copy=True) for parameter in self._parameters()]
+        self._reference = Snapshot()
+        self._reference.take(self._weights())
 
     def hf_tensors(self, read=lambda parameter: parameter.detach()) -> Iterator[tuple[str, torch.Tensor]]:
         """This stage's weights as full HF tensors, in a fixed order.
@@ -228,15 +230,13 @@ class Engine:
         holds on the GPU, 0 on CPU.
         """
         if self.role.offload != "none" and phase != self._phase:
-            weights, optimizer = self._parked["weights"], self._parked["optimizer"]
-            weights.move_in()  # in bfloat16, the optimizer's tensors are told from the weights by their storage
+            self._moved_weights.move_in()
             if phase == "update":
-                optimizer.move_in()
+                self._moved_optimizer.move_in()
             else:
-                optimizer.move_out(self._gradients(), keep_values=False)
-                optimizer.move_out(self._optimizer_tensors())
+                self._moved_optimizer.move_out(kept=self._optimizer_tensors(), dropped=self._gradients())
             if phase == "generate" and self.role.offload == "all":
-                weights.move_out(self._weights())
+                self._moved_weights.move_out(kept=self._weights())
             parallel.synchronize()
             parallel.free_cache()
         self._phase = phase
@@ -255,10 +255,10 @@ class Engine:
         return [parameter.data for parameter in self._parameters()]
 
     def _gradients(self) -> list[torch.Tensor]:
-        return [parameter.main_grad for parameter in self._parameters()]
+        return [parameter.main_grad for parameter in self._parameters() if hasattr(parameter, "main_grad")]
 
     def _optimizer_tensors(self) -> list[torch.Tensor]:
-        """Master weights and moments. In float32 the master weights are views of the weights, and are not among them."""
+        """Master weights and moments; not those master weights that in float32 are views of the weights themselves."""
         weights = {tensor.untyped_storage()._cdata for tensor in self._weights()}
         held = []
         for optimizer in self.optimizer.chained_optimizers if self.optimizer else []:
@@ -281,7 +281,7 @@ class Engine:
         )[parallel.data_parallel_rank()]
         denominators = count_denominators(samples)
         batches = [
-            pack([samples[i] for i in indices], *denominators, parallel.device(), multiple_of, sequence_multiple)
+            pack([samples[i] for i in indices], *denominators, parallel.device(), multiple_of, sequence_multiple, samples[:1])
             for indices in plan
         ]
         return plan, batches
@@ -297,21 +297,16 @@ class Engine:
         return run_microbatches(self.runnable, batches, predict, head, self.inverse_frequencies, forward_only)
 
     @contextlib.contextmanager
+    @torch.no_grad()
     def _reference_weights(self):
+        """The reference's weights in the place of the engine's own: no second model on the device."""
         assert self._reference is not None, "capture_reference() comes first"
-        self._swap_reference()
+        self._own.take(self._weights())
+        self._reference.put(self._weights())
         try:
             yield
         finally:
-            self._swap_reference()
-
-    @torch.no_grad()
-    def _swap_reference(self) -> None:
-        """Exchange the model's weights with the host copy, one tensor at a time: no second model on the device."""
-        for parameter, held in zip(self._parameters(), self._reference, strict=True):
-            mine = parameter.detach().to("cpu", copy=True)
-            parameter.copy_(held)
-            held.copy_(mine)
+            self._own.put(self._weights())
 
 
 def _sums(results: list[dict]) -> dict[str, float]:

@@ -69,6 +69,7 @@ def transformer_config(shape: ModelShape, dtype: torch.dtype, role: RoleConfig, 
         # The only pair of values that keeps messages in order under interleaved pipelines too.
         batch_p2p_comm=False,
         overlap_p2p_comm=chunks > 1,
+        deallocate_pipeline_outputs=True,  # once the next stage has them
         bias_activation_fusion=on_gpu and not te_activation,
         use_te_activation_func=te_activation,
         # These need NVIDIA's apex for Megatron's own layers: `fuse_gradient_accumulation` does it for transformer-engine's.
@@ -126,6 +127,8 @@ def local_layer(config: TransformerConfig) -> tuple[ModuleSpec, type]:
     )
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
     layer.submodules.self_attn_bda = layer.submodules.mlp_bda = residual_add
+    if config.num_moe_experts:  # Megatron's map is that of a dense layer: transformer-engine's would not find the MLP's norm
+        layer.submodules.sharded_state_dict_keys_map = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = PackedAttention
     if config.qk_layernorm:

@@ -150,4 +150,5 @@ class ValueHead(MegatronModule):
         """[T / tp under sequence parallelism, 1, H] -> ([T, 1, 1], no bias): what GPTModel expects of its output layer."""
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
-        return F.linear(hidden, self.weight, self.bias), None
+        bias = None if self.bias is None else self.bias.float()
+        return F.linear(hidden.float(), self.weight.float(), bias), None  # in bfloat16, values would be off by a hundredth

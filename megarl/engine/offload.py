@@ -1,38 +1,85 @@
-"""Tensors moved to host memory and back in place: their storages are emptied, so every view of them stays valid."""
+"""Device tensors in host memory: moved there and back in place, or copied."""
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
+from megarl.engine import parallel
 
-class HostCopy:
-    """Where a set of storages waits while its device memory serves others. The host memory is kept for the next time."""
+_ALIGNMENT = 64
+
+
+class HostMemory:
+    """One block of host memory, page-locked where there is a GPU, grown at need and kept for the next time.
+
+    One, for torch's own page-locked allocations are rounded up to powers of two.
+    """
 
     def __init__(self):
-        self._host: dict[int, tuple[torch.UntypedStorage, torch.Tensor | None, int]] = {}
+        self._block = torch.empty(0, dtype=torch.uint8)
 
-    def move_out(self, tensors: Iterable[torch.Tensor], keep_values: bool = True) -> None:
-        """Empty the storages of `tensors`; without `keep_values` they come back as zeros."""
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
-            size = storage.nbytes()
-            if size == 0:  # a view of one that is out already
-                continue
-            _, host, _ = self._host.get(storage._cdata, (None, None, 0))
-            if keep_values:
-                if host is None or host.numel() != size:
-                    host = torch.empty(size, dtype=torch.uint8, pin_memory=tensor.is_cuda)
-                host.copy_(_bytes(storage))
-            self._host[storage._cdata] = storage, host if keep_values else None, size
+    def parts(self, sizes: Sequence[int]) -> Iterator[torch.Tensor]:
+        """Disjoint uint8 tensors of `sizes` bytes; what earlier ones held is lost."""
+        padded = [math.ceil(size / _ALIGNMENT) * _ALIGNMENT for size in sizes]
+        if sum(padded) > self._block.numel():
+            parallel.unlock_pages(self._block)
+            self._block = torch.empty(sum(padded), dtype=torch.uint8)
+            parallel.lock_pages(self._block)
+        return (part[:size] for part, size in zip(self._block.split([*padded, self._block.numel() - sum(padded)]), sizes))
+
+
+class MovedTensors:
+    """Tensors whose memory serves others meanwhile: their storages are emptied, so every view of them stays valid."""
+
+    def __init__(self):
+        self._memory = HostMemory()
+        self._moved: list[tuple[torch.UntypedStorage, int, torch.Tensor | None]] = []
+
+    def move_out(self, kept: Iterable[torch.Tensor], dropped: Iterable[torch.Tensor] = ()) -> None:
+        """Empty the storages of all; those `dropped` come back as zeros. Nothing where they are out already."""
+        if self._moved:
+            return
+        kept, dropped = _storages(kept), _storages(dropped)
+        for storage, part in zip(kept, self._memory.parts([storage.nbytes() for storage in kept])):
+            part.copy_(_bytes(storage), non_blocking=True)
+            self._moved.append((storage, storage.nbytes(), part))
+        self._moved += [(storage, storage.nbytes(), None) for storage in dropped]
+        parallel.synchronize()
+        for storage, _, _ in self._moved:
             storage.resize_(0)
 
     def move_in(self) -> None:
-        for storage, host, size in self._host.values():
-            if storage.nbytes():
-                continue
+        for storage, size, part in self._moved:
             storage.resize_(size)
             values = _bytes(storage)
-            values.zero_() if host is None else values.copy_(host, non_blocking=True)
+            values.zero_() if part is None else values.copy_(part, non_blocking=True)
+        self._moved = []
+
+
+class Snapshot:
+    """The values of tensors at one time, in host memory."""
+
+    def __init__(self):
+        self._memory = HostMemory()
+        self._parts: list[torch.Tensor] = []
+
+    def take(self, tensors: Sequence[torch.Tensor]) -> None:
+        parts = self._memory.parts([tensor.nbytes for tensor in tensors])
+        self._parts = [part.view(tensor.dtype).view(tensor.shape) for part, tensor in zip(parts, tensors)]
+        for part, tensor in zip(self._parts, tensors):
+            part.copy_(tensor, non_blocking=True)
+        parallel.synchronize()
+
+    def put(self, tensors: Sequence[torch.Tensor]) -> None:
+        for part, tensor in zip(self._parts, tensors, strict=True):
+            tensor.copy_(part, non_blocking=True)
+        parallel.synchronize()
+
+
+def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
+    """Each once, in order."""
+    return list({tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}.values())
 
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -131,8 +131,10 @@ def sends_weights() -> bool:
 
 
 def helps_to_send() -> bool:
-    """True on the ranks that gather with the sending rank of their stage: its TP ranks, all of the stage under EP."""
-    return expert_parallel_size() > 1 or (data_parallel_rank() == 0 and context_parallel_rank() == 0)
+    """True on the ranks that gather with the sending rank of their stage: its TP ranks, or all of the stage where the
+    experts are spread over more ranks than those."""
+    spread = expert_parallel_size() * expert_tensor_parallel_size() > tensor_parallel_size()
+    return spread or expert_parallel_size() > 1 or (data_parallel_rank() == 0 and context_parallel_rank() == 0)
 
 
 def barrier() -> None:
@@ -154,6 +156,17 @@ def free_cache() -> None:
     """Give the allocator's unused blocks back to the device."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+def lock_pages(host: torch.Tensor) -> None:
+    """Page-lock host memory, so that copies to and from the GPU run at full speed and beside other work."""
+    if torch.cuda.is_available() and host.numel():
+        torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.nbytes, 0)))
+
+
+def unlock_pages(host: torch.Tensor) -> None:
+    if torch.cuda.is_available() and host.numel():
+        torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(host.data_ptr())))
 
 
 def held_bytes() -> int:

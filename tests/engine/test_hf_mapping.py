@@ -96,6 +96,8 @@ def test_a_tied_output_layer_reads_the_embedding():
     "changes, message",
     [
         ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported; supported: llama, mistral, qwen2, qwen3, qwen3_moe"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; supported: silu"),
+        ({"partial_rotary_factor": 0.5}, "a partial_rotary_factor below 1 is not supported"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope scaling .*yarn.* is not supported"),
     ],
 )

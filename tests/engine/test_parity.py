@@ -111,6 +111,7 @@ def forward_and_step(rank, folder, sequences, role):
         lengths = [len(sequences[i]) for i in indices]
         logits |= {i: x.numpy() for i, x in zip(indices, logits_TV[: sum(lengths)].split(lengths))}
     engine.use_optimizer(OptimizerConfig(clip_grad=1e9))
+    engine.train_step(samples, sft_loss, learning_rate=0.0)  # only from the second step on is the reduction overlapped
     result = engine.train_step(samples, sft_loss, learning_rate=1e-3)
     return logits, logprobs, result, full_gradients(engine)
 

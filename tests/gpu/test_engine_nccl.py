@@ -1,6 +1,7 @@
 """The engine on GPUs over NCCL against transformers; `pytest -m gpu tests/gpu` on a machine with at least one GPU."""
 
 import traceback
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ SIZE = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, 
 MODELS = {
     "qwen2": ("qwen2", True, {}),
     "llama": ("llama", False, {}),
+    "qwen3": ("qwen3", False, {}),
     "qwen3-moe": ("qwen3_moe", False, {"moe_intermediate_size": 128}),
 }
 TP_SP = {"tensor_parallel": 2, "sequence_parallel": True}
@@ -31,12 +33,15 @@ CASES = [  # model, layers of, dtype, number of ranks, RoleConfig
     ("qwen2", "transformer_engine", "bfloat16", 1, {}),
     ("qwen2", "transformer_engine", "bfloat16", 1, {"recompute": "full"}),
     ("qwen2", "transformer_engine", "bfloat16", 1, {"recompute": "selective"}),
+    ("qwen2", "transformer_engine", "bfloat16", 2, {}),
     ("qwen2", "transformer_engine", "bfloat16", 2, TP_SP),
+    ("qwen3", "transformer_engine", "bfloat16", 2, TP_SP),
     ("llama", "transformer_engine", "bfloat16", 2, VPP),
     ("qwen2", "transformer_engine", "bfloat16", 2, {"context_parallel": 2}),
     ("llama", "transformer_engine", "bfloat16", 2, {"context_parallel": 2}),
     ("qwen3-moe", "local", "float32", 2, {"expert_parallel": 2}),
     ("qwen3-moe", "transformer_engine", "bfloat16", 2, {"expert_parallel": 2}),
+    ("qwen3-moe", "transformer_engine", "bfloat16", 2, TP_SP | {"expert_parallel": 2}),
 ]
 # Absolute, of log-probs; relative, of the gradient's norm; relative in norm, of each gradient.
 TOLERANCE = {"float32": (3e-4, 1e-5, 1e-3), "bfloat16": (0.15, 0.02, 0.1)}
@@ -98,16 +103,35 @@ def all_cases(rank, folders, cases):
 
 
 def score_and_step(folder, sequences, dtype, impl, role):
-    engine = make_engine(folder, dtype, max_tokens=160, transformer_impl=impl, **role)
+    engine = make_engine(folder, dtype, max_tokens=160, transformer_impl=impl, offload="all", **role)
     engine.use_optimizer(OptimizerConfig(clip_grad=1e9))
     samples = [Sample.from_response(Prompt([], s[:1]), s[1:], group_id=0, index=i) for i, s in enumerate(sequences)]
     logprobs = {i: values.tolist() for i, (values, _) in engine.logprobs(samples, temperature=1.0).items()}
     engine.capture_reference()
+    moved = [engine.place("generate"), engine.place("update")]
+    assert moved[0] < moved[1]
+    engine.train_step(samples, sft_loss, learning_rate=0.0)  # only from the second step on is the reduction overlapped
     steps = [engine.train_step(samples, sft_loss, learning_rate=1e-3)]
     gradients = full_gradients(engine)
     steps += [engine.train_step(samples, sft_loss, learning_rate=1e-3) for _ in range(2)]
     reference = {i: values.tolist() for i, (values, _) in engine.logprobs(samples, 1.0, reference=True).items()}
-    return logprobs, steps, reference, gradients
+    exchanged = impl == "local" or "context_parallel" in role or survives_local_layers(engine, folder, dtype, role)
+    return logprobs, steps, reference, gradients, exchanged
+
+
+def survives_local_layers(engine, folder, dtype, role) -> bool:
+    """Whether local layers read the checkpoint of these, and these the one of those, bit for bit."""
+    from megarl.engine import checkpoint
+
+    before = {name: tensor.clone() for name, tensor in engine.hf_tensors()}
+    checkpoint.save(engine, folder, Path(folder, "of-these"))
+    local = make_engine(folder, dtype, transformer_impl="local", **role)
+    checkpoint.load(local, Path(folder, "of-these"))
+    same = all(torch.equal(tensor, before[name]) for name, tensor in local.hf_tensors())
+    checkpoint.save(local, folder, Path(folder, "of-those"))
+    again = make_engine(folder, dtype, transformer_impl="transformer_engine", **role)
+    checkpoint.load(again, Path(folder, "of-those"))
+    return same and all(torch.equal(tensor, before[name]) for name, tensor in again.hf_tensors())
 
 
 @pytest.mark.parametrize("case", CASES, ids=case_id)
@@ -126,6 +150,7 @@ def test_logprobs_and_gradients_equal_transformers(references, results, case):
         torch.testing.assert_close(torch.tensor(logprobs[i][1:]), expected, atol=tolerance, rtol=0)
     differences = torch.cat([torch.tensor(logprobs[i][1:]) - expected for i, expected in enumerate(hf_logprobs)])
     assert differences.abs().mean() < tolerance / 4
+    assert all(rank[4] for rank in ranks)
     norm = torch.sqrt(sum((gradient**2).sum() for gradient in hf_gradients.values())).item()
     losses = [sum(rank[1][step].get("loss", 0.0) for rank in ranks) for step in range(3)]
     gradients = {name: torch.tensor(x) for rank in ranks for name, x in rank[3].items()}

@@ -54,7 +54,11 @@ class ModelShape:
         family = hf.get("model_type")
         if family not in FAMILIES:
             raise ConfigError(f"{where}: model_type {family!r} is not supported; supported: {', '.join(sorted(FAMILIES))}")
+        if hf.get("hidden_act", "silu") != "silu":
+            raise ConfigError(f"{where}: hidden_act {hf['hidden_act']!r} is not supported; supported: silu")
         rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+        if (rope.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0) != 1.0:
+            raise ConfigError(f"{where}: a partial_rotary_factor below 1 is not supported")
         return cls(
             family=family,
             num_layers=hf["num_hidden_layers"],
