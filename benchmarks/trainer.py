@@ -180,7 +180,7 @@ def fill(engine) -> None:
     import torch
 
     with torch.no_grad():
-        for parameter in engine._parameters():
+        for parameter in engine.parameters():
             parameter.normal_(0.0, 0.02) if parameter.dim() > 1 else parameter.fill_(1.0)
 
 

@@ -27,7 +27,7 @@ def save(engine: Engine, model_path: str | Path, folder: str | Path) -> None:
     """
     folder = Path(folder)
     partial = folder.with_name(folder.name + ".partial")
-    engine._require("score")
+    engine.require("score")
     if parallel.is_rank_zero():
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
@@ -45,7 +45,7 @@ def save(engine: Engine, model_path: str | Path, folder: str | Path) -> None:
 def load(engine: Engine, folder: str | Path) -> None:
     """Load weights that `save` wrote, whatever the layout then and now; before the engine has an optimizer."""
     assert engine.optimizer is None, "an optimizer holds its own copy of the weights"
-    engine._require("score")
+    engine.require("score")
     state = dist_checkpointing.load(_state(engine), str(folder))
     for name, chunk in zip(_chunk_names(engine), engine.chunks):
         missing, unexpected = chunk.load_state_dict(state[name], strict=False)

@@ -88,7 +88,7 @@ class Engine:
 
     def use_optimizer(self, settings: OptimizerConfig) -> None:
         """Start a fresh AdamW (state zero); the learning rate comes with each step."""
-        self._require("update")
+        self.require("update")
         self.optimizer_settings = settings
         self.optimizer = None  # its memory goes before the next one's is taken
         self.optimizer = get_megatron_optimizer(
@@ -123,7 +123,7 @@ class Engine:
         finite, and weights and optimizer are as they were. Reporting ranks add the sums over this replica's micro-batches
         of `loss`, of the loss function's metrics and of `nonfinite_logprobs`.
         """
-        self._require("update")
+        self.require("update")
 
         def head(predictions_T, entropy_T, batch):
             value, metrics = loss(predictions_T, batch, **({} if entropy_T is None else {"entropy": entropy_T}))
@@ -167,7 +167,7 @@ class Engine:
 
     @torch.no_grad()
     def _score(self, samples, temperature, entropy) -> dict[int, tuple[torch.Tensor, torch.Tensor | None]]:
-        self._require("score")
+        self.require("score")
 
         def head(predictions_T, entropy_T, batch):
             lengths = batch.cu_seqlens.diff().tolist()
@@ -190,7 +190,7 @@ class Engine:
 
     def capture_reference(self) -> None:
         """Keep a host copy of the present weights: they are the reference policy from now on."""
-        self._require("score")
+        self.require("score")
         self._reference = Snapshot()
         self._reference.take(self._weights())
 
@@ -201,7 +201,7 @@ class Engine:
         sending ranks get tensors, the others get (name, empty tensor). A tied output layer is not repeated. `read` gives
         what is exported of a parameter: a tensor of its shape.
         """
-        self._require("score")
+        self.require("score")
         for chunk in self.chunks:
             for key, parameter in parameters_of(chunk, self.shape):
                 if key.line == "output_layer.weight" and self.shape.tied:
@@ -242,20 +242,20 @@ class Engine:
         self._phase = phase
         return parallel.held_bytes()
 
-    def _require(self, phase: Phase) -> None:
+    def require(self, phase: Phase) -> None:
         order = ("generate", "score", "update")
         weights_stay = self.role.offload == "optimizer" and phase == "score"
         held = self.role.offload == "none" or weights_stay or order.index(self._phase) >= order.index(phase)
         assert held, f"place({phase!r}) comes first: the engine is placed for {self._phase!r}"
 
-    def _parameters(self) -> Iterator[torch.nn.Parameter]:
+    def parameters(self) -> Iterator[torch.nn.Parameter]:
         return (parameter for chunk in self.chunks for parameter in chunk.parameters())
 
     def _weights(self) -> list[torch.Tensor]:
-        return [parameter.data for parameter in self._parameters()]
+        return [parameter.data for parameter in self.parameters()]
 
     def _gradients(self) -> list[torch.Tensor]:
-        return [parameter.main_grad for parameter in self._parameters() if hasattr(parameter, "main_grad")]
+        return [parameter.main_grad for parameter in self.parameters() if hasattr(parameter, "main_grad")]
 
     def _optimizer_tensors(self) -> list[torch.Tensor]:
         """Master weights and moments; not those master weights that in float32 are views of the weights themselves."""

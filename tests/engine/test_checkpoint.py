@@ -95,7 +95,7 @@ def scores_after(rank, model, head, role, folder, save):
         checkpoint.save(engine, model, folder)
     else:
         with torch.no_grad():
-            for parameter in engine._parameters():
+            for parameter in engine.parameters():
                 parameter.fill_(0.5)
         checkpoint.load(engine, folder)
     scored = engine.values(samples) if head == "value" else {i: x[0] for i, x in engine.logprobs(samples, 1.0).items()}

@@ -9,12 +9,13 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2,
 
 def test_the_quickstart_learns_on_gpus_and_trainer_and_server_agree(tmp_path):
     overrides = ("name=test", "device=cuda", "model.dtype=bfloat16", "trainer.steps=30", "roles.actor.gpus_per_node=1",
-                 "roles.actor.tensor_parallel=1", "rollout.server_args={cuda_graph_max_bs: 8, mem_fraction_static: 0.3}")  # fmt: skip
+                 "roles.actor.tensor_parallel=1", "roles.actor.offload=all", "rollout.server_args={cuda_graph_max_bs: 8, mem_fraction_static: 0.3}")  # fmt: skip
     with Run(tmp_path, str(ROOT / "configs/quickstart.yaml"), *overrides) as run:
         code = run.wait(500)
         print(run.output[-6000:])
         assert code == 0, "\n".join(p.read_text()[-3000:] for p in (tmp_path / "runs/test/logs").glob("*.log"))
     found = steps(tmp_path / "runs/test")
     assert all(m["rollout/logprob_diff_mean"] < 0.05 for m in found)
+    assert all(m["memory/actor_gb"] < 0.25 for m in found)  # what stays on the GPU while the server generates
     rewards = [m["reward/mean"] for m in found]
     assert sum(rewards[-10:]) > sum(rewards[:10]) + 1.0
