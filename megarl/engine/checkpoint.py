@@ -6,10 +6,12 @@ that it can be exported where the model's folder is gone.
 
 import json
 import os
+import queue
 import shutil
 from pathlib import Path
 
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from megarl.engine import parallel
 from megarl.engine.engine import Engine
@@ -32,6 +34,8 @@ def save(engine: Engine, model_path: str | Path, folder: str | Path) -> None:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     parallel.barrier()
+    # Megatron would start a process to gather what the writing threads of this one report: for half a minute, it imports.
+    filesystem_async._results_queue = queue.Queue()
     dist_checkpointing.save(_state(engine), str(partial))
     parallel.barrier()
     if parallel.is_rank_zero():

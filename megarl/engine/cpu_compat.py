@@ -12,7 +12,6 @@ error, so that a new Megatron version is noticed.
 import contextlib
 import importlib
 import importlib.metadata
-import queue
 import types
 
 import torch
@@ -73,7 +72,6 @@ def install() -> bool:
             _retarget(f"megatron.core.{module}", function)
     _patch_rng()
     _patch_moe_dispatcher()
-    _patch_checkpoint_queue()
     return True
 
 
@@ -166,12 +164,3 @@ def _patch_moe_dispatcher() -> None:
 
     token_dispatcher.MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = Stream()
     token_dispatcher.maybe_move_tensor_to_cpu = on_cpu_already
-
-
-def _patch_checkpoint_queue() -> None:
-    """A save's first call starts a manager process that imports the main module again (25 to 60 s on two cores),
-    although a synchronous save writes from threads of this process: a plain queue serves them."""
-    import megatron.core.dist_checkpointing.strategies.filesystem_async as filesystem_async
-
-    if filesystem_async._results_queue is None:
-        filesystem_async._results_queue = queue.Queue()

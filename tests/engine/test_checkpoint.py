@@ -68,6 +68,54 @@ def test_export_of_a_folder_without_checkpoint_is_refused(tmp_path):
     assert result.returncode == 2 and "neither a checkpoint nor a run directory" in result.stderr
 
 
+def names_on_disk(rank, model):
+    """The keys of a checkpoint."""
+    from megarl.engine import checkpoint
+
+    return sorted({tensor.key for tensor in checkpoint._state(make_engine(model))["chunk_0"].values()})
+
+
+def test_norms_are_stored_under_the_names_of_transformer_engine_layers(tmp_path):
+    """Which have a dense layer's norms inside its linear layers, and the one before experts by itself."""
+    for family, mlp_norm in [("qwen2", "mlp.linear_fc1.layer_norm_weight"), ("qwen3_moe", "pre_mlp_layernorm.weight")]:
+        model = write_hf_model(tmp_path / family, family, True, num_layers=2)
+        (keys,) = run_ranks(names_on_disk, 1, model)
+        norms = [key for key in keys if "norm" in key and "q_layer" not in key and "k_layer" not in key]
+        layers = [f"decoder.layers.{name}" for name in (mlp_norm, "self_attention.linear_qkv.layer_norm_weight")]
+        assert norms == ["decoder.final_layernorm.weight", *sorted(layers)]
+
+
+def exchange_with_extra_state(rank, model, folder):
+    """Log-probs before a save and after two loads, where the norms have transformer-engine's extra state at first, then
+    not, then again."""
+    from megarl.engine import checkpoint
+    from megarl.engine.modules import RMSNorm
+
+    samples = [Sample.from_response(Prompt([], ids[:1]), ids[1:], group_id=0, index=0) for ids in SEQUENCES]
+    scored = []
+    for step, has_extra_state in enumerate([True, False, True]):
+        if has_extra_state:
+            RMSNorm.get_extra_state, RMSNorm.set_extra_state = (lambda self: torch.empty(0)), (lambda self, state: None)
+        else:
+            del RMSNorm.get_extra_state, RMSNorm.set_extra_state
+        engine = make_engine(model)
+        assert ("decoder.final_layernorm._extra_state" in engine.chunks[0].state_dict()) == has_extra_state
+        if step:
+            with torch.no_grad():
+                for parameter in engine.parameters():
+                    parameter.fill_(0.5)
+            checkpoint.load(engine, Path(folder, str(step - 1)))
+        checkpoint.save(engine, model, Path(folder, str(step)))
+        scored.append({i: x[0].tolist() for i, x in engine.logprobs(samples, 1.0).items()})
+    return scored
+
+
+def test_layers_with_and_without_extra_state_read_each_others_checkpoints(tmp_path):
+    model = write_hf_model(tmp_path / "model", "qwen3_moe", False, vocab_size=101, num_layers=2)
+    ((first, second, third),) = run_ranks(exchange_with_extra_state, 1, model, tmp_path)
+    assert first == second == third and len(first) == len(SEQUENCES)
+
+
 TP2_PP2 = {"tensor_parallel": 2, "pipeline_parallel": 2, "sequence_parallel": True}
 VPP2 = {"pipeline_parallel": 2, "virtual_pipeline_parallel": 2}
 RESHARDED = {  # family, head, saved under, loaded under: number of ranks, RoleConfig
