@@ -119,7 +119,7 @@ class RoleConfig(Section):
         "none", description="activations to compute again in the backward pass: none, recompute_modules, whole layers"
     )
     recompute_modules: list[Literal["core_attn", "mlp", "moe"]] | None = Field(
-        None, description="of `selective`; null: mlp, or moe where the model has experts"
+        None, min_length=1, description="of `selective`; null: mlp, or moe where the model has experts"
     )
     offload: Literal["none", "optimizer", "all"] = Field(
         "none", description="to host memory: the optimizer and gradients outside of updates; all: weights too while generating"
@@ -207,7 +207,7 @@ class TrainerConfig(Section):
     evaluate_prompts: int = Field(256, ge=1, description="at most so many held-out prompts")
     save_every: int = Field(0, ge=0, description="in steps; 0: only at the end")
     max_skipped_updates: int = Field(
-        10, ge=0, description="of a run, for a loss, log-prob or gradient that is not finite; one more stops it"
+        10, ge=0, description="in a run, for a loss, log-prob or gradient that is not finite; one more stops it"
     )
     num_logged_samples: int = Field(4, ge=0, description="per step, into samples.jsonl")
 

@@ -127,17 +127,27 @@ def check_batch(config: "Config") -> Iterator[Violation]:
 
 
 def check_optimizer(config: "Config") -> Iterator[Violation]:
-    sections = [("warm_start", config.warm_start, "warm_start.steps", config.warm_start.steps)]
-    for name, role in config.roles.megatron.items():
-        sections.append((f"roles.{name}", role, "trainer.steps", config.trainer.steps))
-    for section, settings, steps_key, num_steps in sections:
-        betas, warmup = settings.optimizer.betas, settings.optimizer.warmup_steps
+    sections = [
+        (f"roles.{name}", role.optimizer, "trainer.steps", config.trainer.steps) for name, role in config.roles.megatron.items()
+    ]
+    if config.warm_start.data is not None:
+        sections.append(("warm_start", config.warm_start.optimizer, "warm_start.steps", config.warm_start.steps))
+    for section, optimizer, steps_key, num_steps in sections:
+        betas, warmup = optimizer.betas, optimizer.warmup_steps
         if not all(0 <= beta < 1 for beta in betas):
             text = f"given {list(betas)}, allowed: two numbers >= 0 and < 1"
             yield Violation(text, (f"{section}.optimizer.betas",))
         if warmup > num_steps:
             text = f"given {warmup}, but the peak would not be reached in {steps_key} = {num_steps}"
             yield Violation(text, (f"{section}.optimizer.warmup_steps", steps_key))
+        elif warmup == num_steps and optimizer.schedule != "constant":
+            text = f"given {warmup}, but {steps_key} = {num_steps} leaves no step for schedule: {optimizer.schedule} to fall in"
+            yield Violation(text, (f"{section}.optimizer.warmup_steps", steps_key))
+        for key in ("decay_from", "final_fraction"):
+            given = getattr(optimizer, key)
+            if optimizer.schedule == "constant" and given != type(optimizer).model_fields[key].default:
+                text = f"given {given}, but {section}.optimizer.schedule is constant; linear and cosine fall"
+                yield Violation(text, (f"{section}.optimizer.{key}", f"{section}.optimizer.schedule"))
 
 
 def check_sampling(config: "Config") -> Iterator[Violation]:

@@ -13,7 +13,7 @@ from megarl.config_file import Document
 
 TYPE_NAMES = {str: "a string", bool: "true or false", int: "a whole number", float: "a number"}
 GIVEN_NAMES = TYPE_NAMES | {bool: "a boolean", list: "a list", dict: "a mapping"}
-BOUNDS = (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<"))
+BOUNDS = (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<"), ("min_length", "of length >="))
 
 
 def validate(schema: type[BaseModel], document: Document) -> BaseModel:
@@ -149,6 +149,8 @@ def type_in_words(annotation) -> str:
         return "one of " + ", ".join(str(choice) for choice in arguments)
     if get_origin(annotation) is tuple:
         return f"a list of {len(arguments)} {TYPE_NAMES[arguments[0]].removeprefix('a ')}s"
+    if get_origin(annotation) is list and get_origin(arguments[0]) is Literal:
+        return "a list of " + ", ".join(get_args(arguments[0]))
     if get_origin(annotation) is list:
         return f"a list of {TYPE_NAMES[arguments[0]].removeprefix('a ')}s"
     if get_origin(annotation) is dict:

@@ -43,7 +43,7 @@ def check_layout(config: "Config", name: str) -> Iterator[Violation]:
             f"{role.pipeline_parallel} = {needed}; nearest valid gpus_per_node: {nearest_multiples(role.gpus_per_node, step)}",
             keys,
         )
-    if tensor > role.gpus_per_node or (role.nodes > 1 and role.gpus_per_node % tensor):
+    elif tensor > role.gpus_per_node or (role.nodes > 1 and role.gpus_per_node % tensor):
         yield Violation(
             f"given {tensor}, but the {role.gpus_per_node} gpus_per_node must hold whole tensor-parallel groups; "
             f"valid: {listed(divisors(role.gpus_per_node))}",
@@ -148,6 +148,13 @@ def check_experts(config: "Config", name: str, shape: ModelShape) -> Iterator[Vi
             text = f"given {role.recompute_modules}, but the model ({shape.family}) has no experts; valid: core_attn, mlp"
             yield Violation(text, (f"roles.{name}.recompute_modules", "model.path"))
         return
+    if not 1 <= shape.experts_per_token <= shape.num_experts or shape.moe_ffn_hidden_size < 1:
+        yield Violation(
+            f"config.json has num_experts {shape.num_experts}, num_experts_per_tok {shape.experts_per_token} and "
+            f"moe_intermediate_size {shape.moe_ffn_hidden_size}: no model",
+            ("model.path",),
+        )
+        return
     if shape.num_experts % role.expert_parallel:
         yield Violation(
             f"given {role.expert_parallel}, but it must divide the model's {shape.num_experts} experts; "
@@ -172,7 +179,7 @@ def check_experts(config: "Config", name: str, shape: ModelShape) -> Iterator[Vi
             (keys["expert_tensor_parallel"], keys["expert_parallel"], f"roles.{name}.tensor_parallel", "device"),
         )
     ranks, needed = role.world_size // role.pipeline_parallel, role.expert_parallel * role.expert_tensor_parallel
-    if ranks % needed:
+    if ranks % needed and role.world_size % role.model_parallel == 0:
         yield Violation(
             f"expert_parallel * expert_tensor_parallel = {role.expert_parallel} * {role.expert_tensor_parallel} = {needed} "
             f"must divide the {ranks} ranks of a pipeline stage (world size {role.world_size} / pipeline_parallel "

@@ -5,18 +5,18 @@ import time
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 from megarl.algorithms import ADVANTAGES
 from megarl.algorithms.losses import policy_loss
 from megarl.cluster.cluster import Cluster
-from megarl.cluster.role import RoleGroup
-from megarl.config import Config, resolve_device
+from megarl.cluster.role import Phase, RoleGroup
+from megarl.config import Config
 from megarl.data import toy
 from megarl.data.chat import load_tokenizer
 from megarl.data.dataset import PromptStream, check_enough, load_prompts, load_warm_start
 from megarl.engine.hf.shape import ModelShape
 from megarl.errors import RunError
+from megarl.machine import resolve_device
 from megarl.monitor.console import Console
 from megarl.monitor.metrics import logprob_metrics, sample_metrics
 from megarl.monitor.run_directory import RunDirectory
@@ -28,7 +28,6 @@ from megarl.sample import Prompt, Sample
 from megarl.schedule import learning_rate
 from megarl.warm_start import warm_start
 
-Phase = Literal["generate", "score", "update"]
 # Mean difference of log-probs between trainer and server that two right implementations of one model stay below.
 LOGPROB_DIFF_LIMIT = {"float32": 1e-4, "bfloat16": 0.05}
 
@@ -149,7 +148,7 @@ class Trainer:
         ADVANTAGES[algorithm.name](samples, normalize_by_std=algorithm.normalize_by_std)
         metrics = sample_metrics(samples, algorithm.group_size)
         if broken := nonfinite_logprobs(samples):
-            self.skipped.add(step, samples, f"{broken} log-probs of its samples are not finite")
+            self.skipped.add(f"step_{step:06d}", samples, f"{broken} log-probs of its samples are not finite")
         else:
             metrics |= logprob_metrics(samples, entropies)
             self.check_agreement(metrics["rollout/logprob_diff_mean"])
@@ -196,31 +195,34 @@ class Trainer:
         return [entropy for _, entropy in scored]
 
     def update(self, samples: list[Sample], step: int, temperature: float) -> dict[str, float]:
-        """All optimizer steps of an iteration. A mini-batch without any advantage or KL term has nothing to teach: for it
-        the weights and the optimizer's state stay as they are, weight decay and momentum included."""
-        size = self.config.algorithm.mini_batch_size or len(samples)
+        """All optimizer steps of an iteration. A mini-batch with neither an advantage nor a KL or entropy term has nothing
+        to teach: for it the weights and the optimizer's state stay as they are, weight decay and momentum included."""
+        algorithm = self.config.algorithm
+        size = algorithm.mini_batch_size or len(samples)
         order = list(samples)
         random.Random(f"{self.config.seed} {samples[0].policy_version}").shuffle(order)
         mini_batches = [order[i : i + size] for i in range(0, len(order), size)]
-        if self.config.algorithm.kl_coefficient == 0:
+        if algorithm.kl_coefficient == algorithm.entropy_coefficient == 0:
             mini_batches = [batch for batch in mini_batches if any(sample.advantages.any() for sample in batch)]
         if not mini_batches:
             self.console.line("warning: the rewards of every group are equal, so this step changes nothing")
         rate = learning_rate(self.config.roles.actor.optimizer, step, self.config.trainer.steps)
         results, num_tokens = [], 0
         for mini_batch in mini_batches:
-            result = self.actor.train_step(mini_batch, self.loss, rate, temperature, self.config.algorithm.entropy_coefficient > 0)
+            result = self.actor.train_step(mini_batch, self.loss, rate, temperature, algorithm.entropy_coefficient > 0)
             if result["skipped"]:
-                self.skipped.add(step, mini_batch, why_skipped(result))
+                self.skipped.add(f"step_{step:06d}", mini_batch, why_skipped(result))
                 continue
             results.append(result)
             num_tokens += sum(int(sample.loss_mask.sum()) for sample in mini_batch)
+        if mini_batches and not results:
+            return {"learning_rate": rate}
 
         def mean(key: str, count: int) -> float:
             return sum(result[key] for result in results) / max(count, 1)
 
         return {
-            "loss/policy": mean("loss", len(results)),  # with the KL term, if there is one
+            "loss/policy": mean("loss", len(results)),  # with the KL and entropy terms, if there are any
             "grad_norm": mean("grad_norm", len(results)),
             "learning_rate": rate,
             "clip/ratio": mean("clipped", num_tokens),
@@ -248,7 +250,7 @@ class Trainer:
         self.console.line(f"validation after step {step}: mean reward {mean:.3f} on {len(samples)} held-out prompts")
 
     def save(self, step: int) -> None:
-        self.place("update", {})
+        self.place("score", {})
         folder = self.run.checkpoint(step)
         self.actor.save(str(folder.resolve()))
         self.console.line(f"checkpoint {folder}")

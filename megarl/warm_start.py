@@ -30,11 +30,11 @@ def warm_start(
         rate = learning_rate(settings.optimizer, step, settings.steps)
         cluster.check_servers()  # they start meanwhile
         result = actor.train_step(batch, sft_loss, rate)
+        console.advance()
         if result["skipped"]:
-            skipped.add(step, batch, f"warm start: {why_skipped(result)}")
+            skipped.add(f"warm_start_{step:06d}", batch, why_skipped(result))
             continue
         run.log_metrics({"warm_start/step": step, "warm_start/loss": result["loss"], "warm_start/grad_norm": result["grad_norm"]})
-        console.advance()
         if step % 100 == 0 or step == settings.steps:
             console.line(f"warm start {step}/{settings.steps}  loss {result['loss']:.4f}")
 

@@ -14,6 +14,7 @@ DIES_WITH_THE_TEST = """
 import os, signal, sys
 from megarl.rollout.launch import die_with_parent
 die_with_parent(os.getppid(), signal.SIGTERM)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite that runs in the background hands on an ignored one
 from megarl.cli import main
 sys.exit(main())
 """

@@ -166,11 +166,22 @@ def test_a_warmup_longer_than_the_run_is_refused(folder):
         "override roles.actor.optimizer.warmup_steps=101: given 101, but the peak would not be reached in "
         "trainer.steps = 100"
     )
-    assert "given 30, but the peak would not be reached in warm_start.steps" in only(refusal("warm_start.steps=20"))
+    rising = ["roles.actor.optimizer.warmup_steps=100", "roles.actor.optimizer.schedule=cosine", "trainer.steps=100"]
+    assert "trainer.steps = 100 leaves no step for schedule: cosine to fall in" in only(refusal(*rising))
+    load("base.yaml", ["warm_start.steps=20"])  # there is none
+    short = only(refusal("warm_start.steps=20", "warm_start.data=train.jsonl"))
+    assert "given 30, but the peak would not be reached in warm_start.steps" in short
+
+
+def test_a_constant_rate_has_no_end_to_fall_to(folder):
+    line = only(refusal("roles.actor.optimizer.final_fraction=0.5"))
+    assert line.endswith("given 0.5, but roles.actor.optimizer.schedule is constant; linear and cosine fall")
+    load("base.yaml", ["roles.actor.optimizer.final_fraction=0.5", "roles.actor.optimizer.schedule=linear"])
 
 
 @pytest.mark.parametrize("section", ["roles.actor", "roles.critic", "warm_start"])
 def test_the_settings_of_every_optimizer_are_checked(folder, section):
-    lines = refusal(f"{section}.optimizer.betas=[0.8, 1.0]", f"{section}.optimizer.warmup_steps=1000")
+    data = ["warm_start.data=train.jsonl"] if section == "warm_start" else []
+    lines = refusal(f"{section}.optimizer.betas=[0.8, 1.0]", f"{section}.optimizer.warmup_steps=1000", *data)
     lines = [line for line in lines if "trains no critic" not in line]
     assert lines[0].endswith("allowed: two numbers >= 0 and < 1") and "given 1000, but the peak" in lines[1]

@@ -42,6 +42,7 @@ DENSE_CASES = [
         "nodes * gpus_per_node = 1 * 3 = 3 is not divisible by tensor_parallel * context_parallel * pipeline_parallel = "
         "2 * 1 * 1 = 2; nearest valid gpus_per_node: 2, 4",
     ),
+    ({"tensor_parallel": 2}, "is not divisible by tensor_parallel"),
     ({"nodes": 2, "tensor_parallel": 2}, "the 1 gpus_per_node must hold whole tensor-parallel groups; valid: 1"),
     ({"pipeline_parallel": 5, "gpus_per_node": 5}, "must divide the model's 24 layers; valid: 1, 2, 3, 4, 6, 8, 12, 24"),
     ({"virtual_pipeline_parallel": 2}, "given 2, but roles.actor.pipeline_parallel is 1: there is no pipeline to interleave"),
@@ -86,6 +87,17 @@ MOE_CASES = [
         "given ['mlp'], but the model (qwen3_moe) has experts in place of MLPs; valid: core_attn, moe",
     ),
 ]
+
+
+def test_a_router_needs_experts_to_choose_from(folder):
+    Path("model/config.json").write_text(json.dumps(MOE | {"num_experts_per_tok": 9}))
+    assert "config.json has num_experts 8, num_experts_per_tok 9 and moe_intermediate_size 96: no model" in only(refusal())
+
+
+@pytest.mark.parametrize("given", [[], ["mpl"]])
+def test_a_list_of_modules_without_or_with_unknown_ones_is_refused(folder, given):
+    line = only(refusal(*actor(recompute="selective", recompute_modules=given)))
+    assert line.endswith("allowed: a list of core_attn, mlp, moe of length >= 1, or null")
 
 
 def test_expert_tensor_parallel_must_divide_an_experts_width(moe):

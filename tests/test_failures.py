@@ -14,7 +14,9 @@ QUICKSTART = str(ROOT / "configs/quickstart.yaml")
 START_S = 300  # for a run to begin its first step on two busy cores
 SHORT = ("name=test", "warm_start.steps=100", "data.validation=null", "trainer.steps=10000")
 TWO_STAGES = ("roles.actor.tensor_parallel=1", "roles.actor.pipeline_parallel=2")
-MORE_PATHS = ("rollout.sampling.temperature=0.7", "algorithm.mini_batch_size=64", "algorithm.kl_coefficient=0.01")
+MORE_PATHS = ("rollout.sampling.temperature=0.7", "algorithm.mini_batch_size=64", "algorithm.kl_coefficient=0.01",
+              "algorithm.entropy_coefficient=0.001", "roles.actor.offload=all",
+              "roles.actor.optimizer.schedule=cosine", "roles.actor.optimizer.warmup_steps=2")  # fmt: skip
 ENDS_S = 150  # seconds on an idle machine; the imports alone take a minute on a busy one
 
 
@@ -77,7 +79,7 @@ def assert_servers_follow_the_actor(run: Run) -> None:
 
 
 def test_ctrl_c_ends_everything(tmp_path):
-    """Also: two stages, two updates per step, a KL term, and agreement of log-probs at a temperature other than 1."""
+    """Also: two stages, two updates per step, KL and entropy terms, offload, a falling rate, and agreement of log-probs at a temperature other than 1."""
     with Run(tmp_path, QUICKSTART, *SHORT, *TWO_STAGES, *MORE_PATHS) as run:
         run.wait_for_step(tmp_path / "runs/test", 2, START_S)
         assert_servers_follow_the_actor(run)

@@ -1,7 +1,6 @@
 """STRICT_PACK placement groups: checked against the cluster before anything waits, and removed on every exit."""
 
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import ray
@@ -47,27 +46,26 @@ def group_requests(config: Config, device: str) -> list[GroupRequest]:
     return requests + [server_group] * rollout.servers
 
 
-def check_feasible(requests: list[GroupRequest], nodes: dict[str, dict[str, float]]) -> None:
-    """Raise RunError, with what is wanted and what each node has, where the groups can never be placed together.
+def plan_nodes(requests: list[GroupRequest], nodes: dict[str, dict[str, float]]) -> list[str]:
+    """A node for each group, so that all fit together; groups of one multi-node role are on different nodes, in order.
 
-    `nodes`: name -> total CPU and GPU. The largest group goes first, each to the smallest room that fits; groups of one
-    multi-node role go to different nodes.
+    `nodes`: name -> total CPU and GPU. The largest group goes first, each to the smallest room that fits. Raises RunError,
+    with what is wanted and what each node has, where not all can be placed.
     """
     left = {name: dict(total) for name, total in nodes.items()}
-    used_by_role: dict[str, set[str]] = {}
-    unplaced = []
-    for request in sorted(requests, key=lambda r: (-r.total["GPU"], -r.total["CPU"])):
-        taken = used_by_role.setdefault(request.role, set()) if request.role != SERVER else set()
-        fits = [n for n in left if n not in taken and all(left[n].get(k, 0) + 1e-6 >= v for k, v in request.total.items())]
-        fits.sort(key=lambda n: (left[n].get("GPU", 0), left[n].get("CPU", 0)))
+    chosen: dict[int, str] = {}
+    for index, request in sorted(enumerate(requests), key=lambda item: (-item[1].total["GPU"], -item[1].total["CPU"])):
+        siblings = {chosen[i] for i in chosen if requests[i].role == request.role != SERVER}
+        fits = [n for n in left if n not in siblings and all(left[n].get(k, 0) + 1e-6 >= v for k, v in request.total.items())]
         if not fits:
-            unplaced.append(request)
-            continue
-        taken.add(fits[0])
+            raise RunError(f"the cluster is too small: no node for {request}\n{placement_table(requests, nodes)}")
+        chosen[index] = min(fits, key=lambda name: (left[name].get("GPU", 0), left[name].get("CPU", 0)))
         for key, value in request.total.items():
-            left[fits[0]][key] = left[fits[0]].get(key, 0) - value
-    if unplaced:
-        raise RunError(f"the cluster is too small: no node for {unplaced[0]}\n{placement_table(requests, nodes)}")
+            left[chosen[index]][key] = left[chosen[index]].get(key, 0) - value
+    for role in {request.role for request in requests} - {SERVER}:
+        places = [i for i, request in enumerate(requests) if request.role == role]
+        chosen |= dict(zip(places, sorted(chosen[i] for i in places)))
+    return [chosen[index] for index in range(len(requests))]
 
 
 def placement_table(requests: list[GroupRequest], nodes: dict[str, dict[str, float]]) -> str:
@@ -78,14 +76,16 @@ def placement_table(requests: list[GroupRequest], nodes: dict[str, dict[str, flo
 
 def place(requests: list[GroupRequest], timeout_s: float) -> list[PlacementGroup]:
     """Reserve all groups; RunError after `timeout_s`, or at once where they cannot fit. The caller removes them."""
-    nodes = {f"{n['NodeName']} ({n['NodeID'][:8]})": n["Resources"] for n in ray.nodes() if n["Alive"]}
-    check_feasible(requests, nodes)
-    pinned = _distinct_nodes(requests)
+    alive = {f"{n['NodeName']} ({n['NodeID'][:8]})": n for n in ray.nodes() if n["Alive"]}
+    nodes = {name: node["Resources"] for name, node in alive.items()}
+    planned = plan_nodes(requests, nodes)
+    # Ray may choose where one node holds each role; else two groups of 4 could share a node of 8, and PACK has no order.
+    spans = any(requests.count(request) > 1 for request in requests if request.role != SERVER)
     groups = []
     deadline = time.monotonic() + timeout_s
     try:
-        for request, node_id in zip(requests, pinned):
-            selector = [{"ray.io/node-id": node_id}] * request.num_bundles if node_id else None
+        for request, name in zip(requests, planned):
+            selector = [{"ray.io/node-id": alive[name]["NodeID"]}] * request.num_bundles if spans else None
             bundles = [request.bundle] * request.num_bundles
             groups.append(placement_group(bundles, strategy="STRICT_PACK", bundle_label_selector=selector))
         for request, group in zip(requests, groups):
@@ -105,23 +105,6 @@ def place(requests: list[GroupRequest], timeout_s: float) -> list[PlacementGroup
 def remove(groups: list[PlacementGroup]) -> None:
     for group in groups:
         remove_placement_group(group)
-
-
-def _distinct_nodes(requests: list[GroupRequest]) -> list[str | None]:
-    """A node id for each group of a role that spans nodes, in node order, since two groups of 4 could otherwise share a
-    node of 8 and PACK promises no order; None where Ray may choose."""
-    nodes = sorted((n for n in ray.nodes() if n["Alive"]), key=lambda n: n["NodeID"])
-    pinned: list[str | None] = []
-    by_role: dict[str, Iterator[str]] = {}
-    for request in requests:
-        spans = request.role != SERVER and sum(r.role == request.role for r in requests) > 1
-        if spans and request.role not in by_role:
-            need = request.total
-            by_role[request.role] = (
-                n["NodeID"] for n in nodes if all(n["Resources"].get(k, 0) >= v for k, v in need.items())
-            )
-        pinned.append(next(by_role[request.role]) if spans else None)
-    return pinned
 
 
 def _amounts(resources: dict[str, float]) -> str:

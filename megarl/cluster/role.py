@@ -1,11 +1,16 @@
 """The trainer's view of a Megatron role: one method per thing that all its ranks do together."""
 
+from typing import Literal
+
 import ray
 import torch
 
 from megarl.cluster.waiting import wait_all
 from megarl.config import ModelConfig, OptimizerConfig, RoleConfig
 from megarl.sample import Sample
+
+
+Phase = Literal["generate", "score", "update"]  # of an iteration, as a role's memory sees it
 
 
 class RoleGroup:
@@ -66,7 +71,7 @@ class RoleGroup:
             merged |= result
         return [torch.tensor(merged[i]) for i in range(len(samples))]
 
-    def place(self, phase: str) -> int:
+    def place(self, phase: Phase) -> int:
         """`Engine.place` on all ranks; the most bytes that one of them still holds."""
         return max(self._all("place", phase))
 

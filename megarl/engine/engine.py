@@ -17,7 +17,7 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megarl.config import CriticConfig, ModelConfig, OptimizerConfig, RoleConfig
 from megarl.data.packing import count_denominators, pack, padded, plan_microbatches
 from megarl.engine import parallel
-from megarl.engine.fused import use_transformer_engine
+from megarl.engine.fused import use_transformer_engine, why_not_transformer_engine
 from megarl.engine.hf.flops import forward_flops
 from megarl.engine.hf.mapping import Parameter, from_shards
 from megarl.engine.hf.shape import ModelShape
@@ -33,11 +33,12 @@ from megarl.engine.model import (
 from megarl.engine.modules import inverse_frequencies
 from megarl.engine.offload import MovedTensors, Snapshot
 from megarl.engine.step import run_microbatches
+from megarl.errors import ConfigError
 from megarl.sample import Batch, Sample
 
 # (log-probs or values [T], batch[, entropy=[T]]) -> (loss already divided by the global denominators, metric sums)
 Loss = Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]
-Phase = Literal["generate", "score", "update"]
+Phase = Literal["generate", "score", "update"]  # of an iteration, by what it needs on the device
 
 
 class Engine:
@@ -60,6 +61,9 @@ class Engine:
         self.head = head
         self.dtype = getattr(torch, model.dtype)
         self.use_te = use_transformer_engine(model.transformer_impl, self.dtype)
+        if parallel.context_parallel_size() > 1 and not self.use_te:
+            why = why_not_transformer_engine(self.dtype) or "model.transformer_impl: local rules it out"
+            raise ConfigError(f"context_parallel needs transformer-engine's attention, and {why}")
         self.config = transformer_config(self.shape, self.dtype, role, self.use_te)
         self.inverse_frequencies = inverse_frequencies(self.shape).to(parallel.device())
         self.chunks = build_chunks(self.shape, self.config, self.use_te, head, role)

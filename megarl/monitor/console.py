@@ -3,6 +3,13 @@
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+SHOWN = (
+    ("kl/ref", "kl", ".4f"),
+    ("entropy", "entropy", ".3f"),
+    ("grad_norm", "grad", ".3f"),
+    ("rollout/logprob_diff_mean", "diff", ".1e"),
+)  # key of the metric, what the line calls it, format
+
 
 class Console:
     def __init__(self):
@@ -31,10 +38,10 @@ class Console:
 
     def step(self, metrics: dict, total: int) -> None:
         text = f"step {metrics['step']:>{len(str(total))}}/{total}  reward {metrics['reward/mean']:.3f}"
-        if "kl/ref" in metrics:
-            text += f"  kl {metrics['kl/ref']:.4f}"
-        text += f"  entropy {metrics['entropy']:.3f}  grad {metrics.get('grad_norm', 0):.3f}"
-        text += f"  length {metrics['response/length_mean']:.1f}  diff {metrics['rollout/logprob_diff_mean']:.1e}"
+        for key, name, form in SHOWN:
+            if key in metrics:  # not all are where an update was skipped
+                text += f"  {name} {metrics[key]:{form}}"
+        text += f"  length {metrics['response/length_mean']:.1f}"
         text += f"  {metrics['time/step_s']:.2f} s  {metrics['perf/tokens_per_s']:.0f} tokens/s"
         self.line(text)
         self.advance()

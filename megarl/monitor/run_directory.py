@@ -37,7 +37,7 @@ class RunDirectory:
         return self.path / "checkpoints" / f"step_{step:06d}"
 
     def log_metrics(self, metrics: dict) -> None:
-        self._metrics.write(json.dumps(metrics) + "\n")
+        self._metrics.write(json.dumps(metrics, allow_nan=False) + "\n")
 
     def log_samples(self, step: int, samples: list[Sample]) -> None:
         for sample in samples:

@@ -17,11 +17,11 @@ class SkippedUpdates:
         self.console = console
         self.count = 0
 
-    def add(self, step: int, samples: list[Sample], why: str) -> None:
-        """Raises RunError where the limit is passed. The batch is then in the run directory too."""
+    def add(self, when: str, samples: list[Sample], why: str) -> None:
+        """`when`: "step_000012". Raises RunError where the limit is passed; the batch is then in the run directory too."""
         self.count += 1
-        file = self.run.dump_batch(f"step_{step:06d}_{self.count}", samples)
-        text = f"step {step}: {why}; the update was skipped, its batch is in {file} ({self.count} skipped so far)"
+        file = self.run.dump_batch(f"{when}_{self.count}", samples)
+        text = f"{when}: {why}; the update was skipped, its batch is in {file} ({self.count} skipped so far)"
         self.console.line(f"warning: {text}")
         if self.count > self.limit:
             raise RunError(f"{text}; trainer.max_skipped_updates: {self.limit} were allowed")

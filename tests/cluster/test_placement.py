@@ -3,7 +3,7 @@
 import pytest
 import ray
 
-from megarl.cluster.placement import GroupRequest, check_feasible, group_requests, place, remove
+from megarl.cluster.placement import GroupRequest, plan_nodes, group_requests, place, remove
 from megarl.config import Config
 from megarl.errors import RunError
 
@@ -26,14 +26,22 @@ def nodes(*totals):
 )
 def test_infeasible_groups_are_refused_with_the_numbers(requests, available, unplaced):
     with pytest.raises(RunError, match=f"no node for {unplaced} on one node") as error:
-        check_feasible(requests, available)
+        plan_nodes(requests, available)
     for name, total in available.items():
         assert f"node {name} has {total['CPU']} CPU, {total['GPU']} GPU" in str(error.value)
 
 
 def test_groups_that_fit_are_accepted():
-    check_feasible([ACTOR_4, SERVER_4], nodes((16, 8)))
-    check_feasible([ACTOR_4, ACTOR_4, SERVER_4], nodes((16, 4), (16, 4), (16, 4)))
+    plan_nodes([ACTOR_4, SERVER_4], nodes((16, 8)))
+    plan_nodes([ACTOR_4, ACTOR_4, SERVER_4], nodes((16, 4), (16, 4), (16, 4)))
+
+
+def test_two_roles_that_span_nodes_get_nodes_of_their_own_in_order():
+    actor, critic, server = GroupRequest("actor", 8, 1, 1), GroupRequest("critic", 4, 1, 1), GroupRequest("rollout server", 1, 1, 4)
+    four = nodes((16, 8), (16, 8), (16, 8), (16, 8))
+    planned = plan_nodes([actor, actor, critic, critic, server, server], four)
+    assert planned[:2] == sorted(planned[:2]) and len(set(planned[:2])) == 2
+    assert len(set(planned[2:4])) == 2 and not set(planned[:2]) & set(planned[2:])
 
 
 def test_quickstart_fits_two_cores():
@@ -50,7 +58,7 @@ def test_quickstart_fits_two_cores():
         "actor: 1 CPU, 0 GPU on one node",
         "rollout server: 1 CPU, 0 GPU on one node",
     ]
-    check_feasible(requests, nodes((2, 0)))
+    plan_nodes(requests, nodes((2, 0)))
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@ from functools import partial
 
 import pytest
 import torch
+from gradients import full_gradients
 from hf_models import write_hf_model
 from ranks import make_engine, run_ranks
 
@@ -289,3 +290,21 @@ def test_weight_decay_acts_on_matrices_alone(folder):
     for name, ratio in ratios.items():
         is_matrix = "proj.weight" in name or "embed" in name
         assert ratio == pytest.approx(0.95 if is_matrix else 1.0, abs=1e-5), name
+
+
+def clipped(rank, folder, clip_grad):
+    engine = make_engine(folder)
+    engine.use_optimizer(OptimizerConfig(clip_grad=clip_grad))
+    result = engine.train_step([sample([5, 6, 7, 8])], sft_loss, 1e-3)
+    squares = sum(float((x.astype("float64") ** 2).sum()) for x in full_gradients(engine).values())
+    return result["grad_norm"], squares**0.5
+
+
+@pytest.mark.parametrize("world_size, layout", [(1, {}), (2, {}), (2, {"tensor_parallel": 2})])
+def test_gradients_are_clipped_by_their_global_norm(folder, world_size, layout):
+    loose = run_ranks(clipped, world_size, folder, 1e9, **layout)
+    tight = run_ranks(clipped, world_size, folder, 0.25, **layout)
+    norm = loose[0][0]
+    assert norm > 1 and loose[0][1] == pytest.approx(norm, rel=1e-5)
+    assert [n for n, _ in tight] == pytest.approx([norm] * world_size, rel=1e-6)  # as it was before the clip
+    assert tight[0][1] == pytest.approx(0.25, rel=1e-4)

@@ -177,3 +177,36 @@ def test_the_kernels_zero_rows_without_a_gradient_unread(results, implementation
     for _, _, (logprobs_T, gradient_TV) in results[implementation]:
         assert torch.tensor(logprobs_T).isnan().tolist() == [row == 2 for row in range(ROWS)]
         assert (gradient_TV[2] == 0).all()
+
+
+class LargestFloat32(TorchDispatchMode):
+    """The number of elements of the largest float32 tensor that any operator returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.largest = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(tensor, torch.Tensor) and tensor.dtype == torch.float32:
+                self.largest = max(self.largest, tensor.numel())
+        return result
+
+
+def largest_float32(rank, with_entropy):
+    from megarl.engine import logprob
+
+    logits_TV = torch.randn(3000, 256, dtype=torch.bfloat16, requires_grad=True)
+    with LargestFloat32() as recorded:
+        logprobs_T, entropy_T = logprob.logprobs_and_entropy(
+            logits_TV * 1.0, torch.zeros(3000, dtype=torch.long), 250, 0.7, with_entropy, with_entropy
+        )
+        (logprobs_T.sum() + (entropy_T.sum() if with_entropy else 0.0)).backward()
+    return recorded.largest, logprob.CHUNK_TOKENS * 256
+
+
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_no_float32_tensor_is_larger_than_a_chunk_of_the_logits(with_entropy):
+    ((largest, chunk),) = run_ranks(largest_float32, 1, with_entropy)
+    assert 0 < largest <= chunk

@@ -28,10 +28,10 @@ def samples():
 def test_each_skipped_batch_is_kept_and_the_run_stops_beyond_the_limit(run):
     with Console() as console:
         skipped = SkippedUpdates(2, run, console)
-        skipped.add(5, samples(), "the loss is nan")
-        skipped.add(5, samples(), "the loss is nan")
-        with pytest.raises(RunError, match="(?s)step 7: the loss is inf.*trainer.max_skipped_updates: 2 were allowed"):
-            skipped.add(7, samples(), "the loss is inf")
+        skipped.add("step_000005", samples(), "the loss is nan")
+        skipped.add("step_000005", samples(), "the loss is nan")
+        with pytest.raises(RunError, match="(?s)step_000007: the loss is inf.*trainer.max_skipped_updates: 2 were allowed"):
+            skipped.add("step_000007", samples(), "the loss is inf")
     files = sorted(file.name for file in (run.path / "skipped").iterdir())
     assert files == ["step_000005_1.pt", "step_000005_2.pt", "step_000007_3.pt"]
     kept = torch.load(run.path / "skipped" / files[2], weights_only=False)
