@@ -30,7 +30,6 @@ TRANSFORMER_IMPLS = ("transformer_engine", "local")
 
 def run_bare(
     shape: dict,
-    tensor_parallel: int,
     num_microbatches: int,
     microbatch_lengths: list[int],
     transformer_impl: str,
@@ -45,7 +44,7 @@ def run_bare(
     the device) and `loss` (nats per token, over all ranks), and `peak_gb`, the most GPU memory that tensors held since
     the call, 0 on a CPU. Model and optimizer are gone afterwards.
     """
-    check_arguments(shape, tensor_parallel, microbatch_lengths, transformer_impl)
+    check_arguments(shape, microbatch_lengths, transformer_impl)
     if parallel.device().type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     result = train(shape, num_microbatches, microbatch_lengths, transformer_impl, getattr(torch, dtype), steps, warmup)
@@ -55,10 +54,8 @@ def run_bare(
     return result
 
 
-def check_arguments(shape: dict, tensor_parallel: int, microbatch_lengths: list[int], transformer_impl: str) -> None:
-    size = parallel_state.get_tensor_model_parallel_world_size()
-    if tensor_parallel != size:
-        raise ValueError(f"tensor_parallel is {tensor_parallel}, Megatron's groups were made for {size}")
+def check_arguments(shape: dict, microbatch_lengths: list[int], transformer_impl: str) -> None:
+    tensor_parallel = parallel_state.get_tensor_model_parallel_world_size()
     if shape["model_type"] != "qwen2":
         raise ValueError(f"model_type is {shape['model_type']!r}, only qwen2 is supported")
     if transformer_impl not in TRANSFORMER_IMPLS:

@@ -10,6 +10,8 @@ import collections
 import gzip
 import json
 
+MATRIX_PRODUCTS = ("nvjet", "cutlass", "sm90_xmma_gemm")  # how cuBLAS names its kernels
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -28,7 +30,9 @@ def summary(work: list[dict], top: int) -> list[str]:
     for event in work:
         totals[event["name"]] += event["dur"]
         counts[event["name"]] += 1
-    lines = [f"span {span / 1e3:.0f} ms, busy {busy / 1e3:.0f} ms ({busy / span:.1%}), {len(work)} kernels and copies", ""]
+    products = sum(total for name, total in totals.items() if name.startswith(MATRIX_PRODUCTS))
+    lines = [f"span {span / 1e3:.0f} ms, busy {busy / 1e3:.0f} ms ({busy / span:.1%}), {len(work)} kernels and copies; "
+             f"matrix products {products / 1e3:.0f} ms", ""]  # fmt: skip
     lines += [f"{total / 1e3:8.1f} ms {counts[name]:6} x  {name[:100]}" for name, total in totals.most_common(top)]
     return lines
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """How fast is a training step? The Engine with the policy loss, on dummy weights, against a bare Megatron-Core loop.
 
-    python benchmarks/trainer.py                                      # everything, on two GPUs: benchmarks/results/trainer.json
+    python benchmarks/trainer.py --out trainer.json                   # everything, on two GPUs
     python benchmarks/trainer.py --shapes qwen2.5-1.5b --layouts dp2 --contenders bare-te engine-te --profile profile/
     python benchmarks/trainer.py --bare ...                           # the bare loop alone
 """
@@ -12,7 +12,6 @@ import importlib.metadata
 import json
 import os
 import platform
-import socket
 import statistics
 import sys
 import tempfile
@@ -81,11 +80,13 @@ def run_ranks(world_size: int, layout: str, shape: str, options: argparse.Namesp
     """The results of rank 0; all ranks end with this call."""
     import torch.multiprocessing as multiprocessing
 
+    from megarl.rollout.server import free_port
+
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder, "results.json")
         results.write_text("[]")
         try:
-            multiprocessing.spawn(rank_main, (world_size, free_port(), layout, shape, options, results), nprocs=world_size)
+            multiprocessing.spawn(rank_main, (world_size, free_port("127.0.0.1"), layout, shape, options, results), nprocs=world_size)
         except multiprocessing.ProcessRaisedException as error:
             if "OutOfMemoryError" not in str(error):
                 raise
@@ -94,12 +95,6 @@ def run_ranks(world_size: int, layout: str, shape: str, options: argparse.Namesp
             print(f"{shape} {layout} {failed}: out of memory; those after it were not run")
             return [*done, {"shape": shape, "layout": layout, "contender": failed, "failed": "out of memory"}]
         return json.loads(results.read_text())
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 def rank_main(rank: int, world_size: int, port: int, layout: str, shape: str, options, file: Path) -> None:
@@ -124,11 +119,8 @@ def rank_main(rank: int, world_size: int, port: int, layout: str, shape: str, op
 def run_bare(shape: dict, layout: str, impl: str, options) -> dict:
     import bare_megatron
 
-    tensor_parallel = LAYOUTS[layout].get("tensor_parallel", 1)
     lengths = [options.length] * options.sequences
-    return bare_megatron.run_bare(
-        shape, tensor_parallel, options.microbatches, lengths, impl, options.dtype, options.steps, options.warmup
-    )
+    return bare_megatron.run_bare(shape, options.microbatches, lengths, impl, options.dtype, options.steps, options.warmup)
 
 
 def run_engine(shape: dict, layout: str, impl: str, options) -> dict:

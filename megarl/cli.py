@@ -5,9 +5,10 @@ import os
 import sys
 
 import megarl
-from megarl.config import describe, load, resolve_device
+from megarl.config import describe, load
 from megarl.config_checks import refuse_used_run
 from megarl.errors import ConfigError, RunError
+from megarl.machine import resolve_device
 
 
 def main(arguments: list[str] | None = None) -> int:

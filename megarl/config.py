@@ -12,7 +12,7 @@ from megarl.config_errors import covers, validate
 from megarl.errors import ConfigError
 from megarl.machine import resolve_device
 
-__all__ = ["Config", "check", "describe", "load", "resolve_device"]
+__all__ = ["Config", "check", "describe", "load"]
 
 
 class Section(BaseModel):
@@ -147,10 +147,6 @@ class RoleConfig(Section):
         return f"world {self.world_size}" + "".join(f" / {name} {size}" for name, size in parts.items())
 
 
-class ActorConfig(RoleConfig):
-    pass
-
-
 class CriticConfig(RoleConfig):
     """A model of its own with one value per token in place of the logits."""
 
@@ -163,7 +159,7 @@ class ReferenceConfig(Section):
 
 
 class RolesConfig(Section):
-    actor: ActorConfig = ActorConfig()
+    actor: RoleConfig = RoleConfig()
     critic: CriticConfig | None = Field(None, description="null: none")
     reference: ReferenceConfig = ReferenceConfig()
 

@@ -171,11 +171,11 @@ class Trainer:
 
     def place(self, phase: Phase, times: dict[str, float]) -> dict[str, float]:
         """Hold on the actor's GPUs what `phase` needs, and in host memory the rest, as far as roles.actor.offload says.
-        Returns what stays on the GPU, as a metric."""
+        Returns what is taken of the fullest GPU then, as a metric."""
         if self.config.roles.actor.offload == "none":
             return {}
         with timed(times, "offload"):
-            return {"memory/actor_gb": self.actor.place(phase) / 1e9}
+            return {"memory/actor_gpu_gb": self.actor.place(phase) / 1e9}
 
     def generate(self, prompts: list[Prompt], version: int) -> list[Sample]:
         samples = self.client.generate(prompts, self.config.algorithm.group_size, self.inputs.tokenizer)

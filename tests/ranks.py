@@ -1,13 +1,13 @@
 """Run a function on a few gloo ranks that share this process's imports: what every distributed test is built on."""
 
 import multiprocessing
-import socket
 import time
 import traceback
 
 import torch
 
 from megarl.config import ModelConfig, RoleConfig
+from megarl.rollout.server import free_port
 
 # A fork server pays Megatron's imports once; but these look for GPUs, and CUDA does not survive a fork.
 CONTEXT = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
@@ -20,7 +20,7 @@ def run_ranks(function, world_size: int, *args, timeout_s: float = 120, **layout
 
     An error on one rank fails the test with that rank's traceback; the others are killed.
     """
-    port = free_port()
+    port = free_port("127.0.0.1")
     pipes, processes = [], []
     for rank in range(world_size):
         receiver, sender = CONTEXT.Pipe(duplex=False)
@@ -55,12 +55,6 @@ def make_engine(folder, dtype: str = "float32", max_tokens: int = 1000, transfor
 
     model = ModelConfig(path=str(folder), dtype=dtype, transformer_impl=transformer_impl)
     return Engine(model, RoleConfig(max_tokens_per_gpu=max_tokens, **role))
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 def _rank_main(sender, function, place, args):

@@ -17,29 +17,29 @@ from megarl.engine.hf.shape import ModelShape  # noqa: E402
 LENGTHS = [13, 24, 3]
 
 
-def train_tiny(rank, tensor_parallel, steps, warmup):
+def train_tiny(rank, steps, warmup):
     """(result, models left in memory)"""
     from bare_megatron import run_bare
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     shape = SHAPES["tiny"] | {"vocab_size": 256}  # not padded in any layout
-    result = run_bare(shape, tensor_parallel, 2, LENGTHS, "local", "float32", steps, warmup)
+    result = run_bare(shape, 2, LENGTHS, "local", "float32", steps, warmup)
     return result, sum(isinstance(held, GPTModel) for held in gc.get_objects())
 
 
 @pytest.mark.parametrize("tensor_parallel", [1, 2])
 def test_loss_falls_from_that_of_a_uniform_guess(tensor_parallel):
-    results = run_ranks(train_tiny, 2, tensor_parallel, 3, 0, tensor_parallel=tensor_parallel)
+    results = run_ranks(train_tiny, 2, 3, 0, tensor_parallel=tensor_parallel)
     losses = results[0][0]["loss"]
     assert losses[0] == pytest.approx(math.log(256), abs=0.05)
     assert losses[0] > losses[1] > losses[2]
     for result, models in results:
         assert result["loss"] == losses and models == 0
-        assert len(result["step_s"]) == 3 and min(result["step_s"]) > 0
+        assert len(result["step_s"]) == 3
 
 
 def test_tensor_parallel_ranks_train_as_one_rank_and_warmup_is_not_reported():
-    (one, _), (two, _), _ = run_ranks(train_tiny, 1, 1, 3, 0) + run_ranks(train_tiny, 2, 2, 1, 2, tensor_parallel=2)
+    (one, _), (two, _), _ = run_ranks(train_tiny, 1, 3, 0) + run_ranks(train_tiny, 2, 1, 2, tensor_parallel=2)
     assert two["loss"] == pytest.approx(one["loss"][2:], rel=1e-6)
     assert len(two["step_s"]) == 1
 
@@ -48,21 +48,19 @@ def refusals(rank):
     from bare_megatron import run_bare
 
     tiny, messages = SHAPES["tiny"], []
-    for shape, tensor_parallel, lengths, impl in [
-        (tiny, 1, [8], "local"),
-        (tiny | {"model_type": "llama"}, 2, [8], "local"),
-        (tiny, 2, [8], "te"),
-        (tiny, 2, [8, 3], "local"),
+    for shape, lengths, impl in [
+        (tiny | {"model_type": "llama"}, [8], "local"),
+        (tiny, [8], "te"),
+        (tiny, [8, 3], "local"),
     ]:
         with pytest.raises(ValueError) as error:
-            run_bare(shape, tensor_parallel, 1, lengths, impl, "float32", 1, 0)
+            run_bare(shape, 1, lengths, impl, "float32", 1, 0)
         messages.append(str(error.value))
     return messages
 
 
 def test_arguments_that_do_not_fit_are_refused():
-    for groups, family, impl, tokens in run_ranks(refusals, 2, tensor_parallel=2):
-        assert "tensor_parallel is 1" in groups and "for 2" in groups
+    for family, impl, tokens in run_ranks(refusals, 2, tensor_parallel=2):
         assert "'llama'" in family and "'te'" in impl and "11 tokens" in tokens
 
 

@@ -1,8 +1,14 @@
-"""The kept figures of the quickstart hold what the README says of them."""
+"""The kept figures hold what the README says of them, and the benchmarks run."""
 
 import json
+import subprocess
+import sys
 
+import pytest
 from end_to_end import ROOT
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+from trace_summary import span_and_busy  # noqa: E402
 
 
 def test_kept_quickstart_figures_show_that_it_learns():
@@ -16,3 +22,33 @@ def test_kept_quickstart_figures_show_that_it_learns():
             assert abs(rise) < 0.1 and held_out < 0.1
         else:
             assert rise >= 0.25 and held_out >= 0.25
+
+
+def test_kept_trainer_figures_reach_the_bare_loop_of_their_run():
+    reports = json.loads((ROOT / "benchmarks/results/trainer_2xh200.json").read_text())
+    pairs = 0
+    for report in reports:
+        speed = {(c["shape"], c["layout"], c["contender"]): c["tokens_per_s_per_gpu"] for c in report["cases"] if "failed" not in c}
+        for (shape, layout, contender), bare in speed.items():
+            if contender == "bare-te":
+                pairs += 1
+                assert speed[shape, layout, "engine-te"] >= 0.95 * bare, (report["state"], shape, layout)
+    assert pairs >= 4
+
+
+@pytest.mark.parametrize("layout", ["dp1"])
+def test_the_trainer_benchmark_runs_on_a_cpu(tmp_path, layout):
+    command = [sys.executable, ROOT / "benchmarks/trainer.py", "--shapes", "tiny", "--layouts", layout, "--contenders", "bare-local",
+               "engine-local", "--dtype", "float32", "--length", "32", "--steps", "1", "--warmup", "1", "--microbatches", "2",
+               "--out", tmp_path / "out.json"]  # fmt: skip
+    result = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert result.returncode == 0, result.stderr[-3000:]
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert [case["contender"] for case in report["cases"]] == ["bare-local", "engine-local"]
+    assert all(case["tokens_per_s_per_gpu"] > 0 for case in report["cases"])
+    assert result.stdout.rstrip().splitlines()[-1].startswith("| tiny | dp1 | engine-local |")
+
+
+def test_busy_time_counts_overlapping_work_once():
+    work = [{"ts": 10.0, "dur": 5.0}, {"ts": 12.0, "dur": 1.0}, {"ts": 14.0, "dur": 4.0}, {"ts": 30.0, "dur": 2.0}]
+    assert span_and_busy(work) == (22.0, 10.0)

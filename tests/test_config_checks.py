@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from config_folder import QWEN_0_5B, folder, only, refusal  # noqa: F401
 
-from megarl.config import load, resolve_device
+from megarl.config import load
+from megarl.machine import resolve_device
 
 
 def test_rollout_tensor_parallel_must_divide_the_heads_and_may_copy_groups(folder):

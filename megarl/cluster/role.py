@@ -72,7 +72,7 @@ class RoleGroup:
         return [torch.tensor(merged[i]) for i in range(len(samples))]
 
     def place(self, phase: Phase) -> int:
-        """`Engine.place` on all ranks; the most bytes that one of them still holds."""
+        """`Engine.place` on all ranks; the bytes taken of the fullest GPU."""
         return max(self._all("place", phase))
 
     def save(self, folder: str) -> None:

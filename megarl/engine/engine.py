@@ -230,8 +230,8 @@ class Engine:
     def place(self, phase: Phase) -> int:
         """Hold on the device what `phase` needs, move the rest of what `role.offload` names to host memory.
 
-        generate: nothing; score: the weights; update: gradients and optimizer too. Returns the bytes that PyTorch still
-        holds on the GPU, 0 on CPU.
+        generate: nothing; score: the weights; update: gradients and optimizer too. Returns the bytes that are then taken of
+        the GPU (`parallel.used_bytes`).
         """
         if self.role.offload != "none" and phase != self._phase:
             self._moved_weights.move_in()
@@ -244,7 +244,7 @@ class Engine:
             parallel.synchronize()
             parallel.free_cache()
         self._phase = phase
-        return parallel.held_bytes()
+        return parallel.used_bytes()
 
     def require(self, phase: Phase) -> None:
         order = ("generate", "score", "update")

@@ -169,9 +169,12 @@ def unlock_pages(host: torch.Tensor) -> None:
         torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(host.data_ptr())))
 
 
-def held_bytes() -> int:
-    """What PyTorch holds of this rank's GPU, with its cache; 0 on CPU."""
-    return torch.cuda.memory_reserved() if torch.cuda.is_available() else 0
+def used_bytes() -> int:
+    """What is taken of this rank's GPU by all that runs on it, contexts and libraries included; 0 on CPU."""
+    if not torch.cuda.is_available():
+        return 0
+    free, total = torch.cuda.mem_get_info()
+    return total - free
 
 
 def any_rank(flag: bool) -> bool:

@@ -32,6 +32,7 @@ MOE_LAYOUTS = {
     "one rank": (1, {}),
     "DP 2 EP 2": (2, {"expert_parallel": 2}),
     "DP 2 EP 1": (2, {}),
+    "TP 2 SP": (2, {"tensor_parallel": 2, "sequence_parallel": True}),
     "TP 2 SP EP 2": (2, {"tensor_parallel": 2, "sequence_parallel": True, "expert_parallel": 2}),
     "TP 2 SP ETP 2": (2, {"tensor_parallel": 2, "sequence_parallel": True, "expert_tensor_parallel": 2}),
     "PP 2 DP 2 EP 2": (4, {"pipeline_parallel": 2, "expert_parallel": 2}),
