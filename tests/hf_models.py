@@ -21,11 +21,9 @@ def write_hf_model(
     num_layers: int = 4,
     dtype: torch.dtype = torch.float32,
     max_shard_size: str = "5GB",
-    router_scale: float = 1.0,
     **overrides,
 ) -> Path:
-    """Save a transformers model of `family` (HF's model_type) to `folder`. A large `router_scale` keeps the experts of a
-    token from changing places where it is rounded to bfloat16."""
+    """Save a transformers model of `family` (HF's model_type) to `folder`."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     shape = {
@@ -42,10 +40,9 @@ def write_hf_model(
     generator = torch.Generator().manual_seed(7)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            scale = 0.08 * (router_scale if name.endswith("mlp.gate.weight") else 1.0)
-            parameter.add_(0.1 * noise) if parameter.dim() == 1 else parameter.copy_(scale * noise)
+            parameter.add_(0.1 * noise) if parameter.dim() == 1 else parameter.copy_(0.08 * noise)
     model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
     return folder
 

@@ -89,8 +89,8 @@ def test_ctrl_c_ends_everything(tmp_path):
 
 
 def test_a_killed_trainer_leaves_nothing(tmp_path):
-    """Also: steps in which all rewards are equal leave the weights as they are."""
-    with Run(tmp_path, QUICKSTART, *SHORT, "warm_start.data=null") as run:
+    """Also: sequence parallel, and steps in which all rewards are equal leave the weights as they are."""
+    with Run(tmp_path, QUICKSTART, *SHORT, "warm_start.data=null", "roles.actor.sequence_parallel=true") as run:
         run.wait_for_step(tmp_path / "runs/test", 2, START_S)
         for metrics in steps(tmp_path / "runs/test"):  # O06: an untrained model earns nothing, so nothing may change
             assert metrics["group/zero_std_ratio"] == 1.0 and metrics["grad_norm"] == 0.0 and metrics["kl/ref"] == 0.0
