@@ -100,6 +100,9 @@ class AlgorithmConfig(Section):
         return self.mini_batch_size or self.samples_per_step
 
 
+Phase = Literal["generate", "score", "update"]  # of an iteration, by what a role holds on its GPUs meanwhile
+
+
 class RoleConfig(Section):
     """Layout and memory of one Megatron role; every role has its own."""
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from megarl.algorithms import ADVANTAGES
 from megarl.algorithms.losses import policy_loss
 from megarl.cluster.cluster import Cluster
-from megarl.cluster.role import Phase, RoleGroup
-from megarl.config import Config
+from megarl.cluster.role import RoleGroup
+from megarl.config import Config, Phase
 from megarl.data import toy
 from megarl.data.chat import load_tokenizer
 from megarl.data.dataset import PromptStream, check_enough, load_prompts, load_warm_start

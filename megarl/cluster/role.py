@@ -1,16 +1,11 @@
 """The trainer's view of a Megatron role: one method per thing that all its ranks do together."""
 
-from typing import Literal
-
 import ray
 import torch
 
 from megarl.cluster.waiting import wait_all
-from megarl.config import ModelConfig, OptimizerConfig, RoleConfig
+from megarl.config import ModelConfig, OptimizerConfig, Phase, RoleConfig
 from megarl.sample import Sample
-
-
-Phase = Literal["generate", "score", "update"]  # of an iteration, as a role's memory sees it
 
 
 class RoleGroup:

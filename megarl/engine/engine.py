@@ -14,7 +14,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 
-from megarl.config import CriticConfig, ModelConfig, OptimizerConfig, RoleConfig
+from megarl.config import CriticConfig, ModelConfig, OptimizerConfig, Phase, RoleConfig
 from megarl.data.packing import count_denominators, pack, padded, plan_microbatches
 from megarl.engine import parallel
 from megarl.engine.fused import use_transformer_engine, why_not_transformer_engine
@@ -38,7 +38,6 @@ from megarl.sample import Batch, Sample
 
 # (log-probs or values [T], batch[, entropy=[T]]) -> (loss already divided by the global denominators, metric sums)
 Loss = Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]
-Phase = Literal["generate", "score", "update"]  # of an iteration, by what it needs on the device
 
 
 class Engine:

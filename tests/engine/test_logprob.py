@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import pytest
 import ranks
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 ROWS = 7
 IMPLEMENTATIONS = [(name, size) for name in ("torch", "triton") for size in (1, 2)]
@@ -208,5 +209,5 @@ def largest_float32(rank, with_entropy):
 
 @pytest.mark.parametrize("with_entropy", [False, True])
 def test_no_float32_tensor_is_larger_than_a_chunk_of_the_logits(with_entropy):
-    ((largest, chunk),) = run_ranks(largest_float32, 1, with_entropy)
+    ((largest, chunk),) = ranks.run_ranks(largest_float32, 1, with_entropy)
     assert 0 < largest <= chunk
