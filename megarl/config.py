@@ -191,7 +191,7 @@ class RolloutConfig(Section):
     max_retries: int = Field(3, ge=0, description="of one request, before the run stops")
     max_concurrent_prompts: int = Field(512, ge=1)
     logprob_diff_limit: float | None = Field(
-        None, gt=0, description="bound of rollout/logprob_diff_mean, above it the run stops; null: by dtype, 1e-4 or 0.05"
+        None, gt=0, description="above it rollout/logprob_diff_mean or sync/canary_diff stops the run; null: by dtype, 1e-4 or 0.05"
     )
 
 

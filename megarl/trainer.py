@@ -22,6 +22,7 @@ from megarl.monitor.metrics import logprob_metrics, sample_metrics
 from megarl.monitor.run_directory import RunDirectory
 from megarl.monitor.skipped import SkippedUpdates, nonfinite_logprobs, why_skipped
 from megarl.rewards import REWARDS, score
+from megarl.rollout.canary import Canary
 from megarl.rollout.client import RolloutClient
 from megarl.rollout.sync import WeightSync
 from megarl.sample import Prompt, Sample
@@ -73,7 +74,7 @@ class Inputs:
 
     def __init__(self, config: Config):
         shape = ModelShape.read(config.model.path)
-        self.context_length = shape.max_positions
+        self.context_length, self.vocab_size = shape.max_positions, shape.vocab_size
         self.tokenizer = load_tokenizer(config.model.path)
         self.prompts = load_prompts(config.data.train, config.data, self.tokenizer, self.context_length)
         check_enough(self.prompts, config.algorithm.prompts_per_step, config.data.train)
@@ -105,7 +106,8 @@ class Trainer:
         self.client = client
         self.skipped = skipped
         self.prompts = PromptStream(inputs.prompts, config.seed)
-        self.sync = WeightSync(actor, client, config.rollout.tensor_parallel, config.sync)
+        canary = Canary(actor, client, inputs.vocab_size, inputs.context_length, self.logprob_diff_limit)
+        self.sync = WeightSync(actor, client, config.rollout.tensor_parallel, config.sync, canary)
         self.reward = REWARDS[config.algorithm.reward]
         self.loss = partial(
             policy_loss,
@@ -156,7 +158,7 @@ class Trainer:
             with timed(times, "update"):
                 metrics |= self.update(samples, step, temperature)
         with timed(times, "sync"):
-            self.sync.push(version=step)
+            metrics |= self.sync.push(version=step)
         metrics["skipped_updates"] = self.skipped.count
         times["step"] = time.perf_counter() - start
         self.run.log_samples(step, samples[: self.config.trainer.num_logged_samples])
@@ -229,9 +231,13 @@ class Trainer:
             "kl/old": mean("kl_old", num_tokens),
         }
 
+    @property
+    def logprob_diff_limit(self) -> float:
+        return self.config.rollout.logprob_diff_limit or LOGPROB_DIFF_LIMIT[self.config.model.dtype]
+
     def check_agreement(self, difference: float) -> None:
         """The samples are scored by the weights that generated them: trainer and server must agree."""
-        limit = self.config.rollout.logprob_diff_limit or LOGPROB_DIFF_LIMIT[self.config.model.dtype]
+        limit = self.logprob_diff_limit
         if not difference <= limit:
             raise RunError(
                 f"rollout/logprob_diff_mean is {difference:.3g}, above its limit {limit:g} (rollout.logprob_diff_limit): "

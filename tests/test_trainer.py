@@ -24,12 +24,13 @@ from megarl.trainer import Trainer, shuffle_rewards
 )
 def test_a_run_stops_where_trainer_and_server_disagree(dtype, limit, difference, stops):
     config = SimpleNamespace(model=SimpleNamespace(dtype=dtype), rollout=SimpleNamespace(logprob_diff_limit=limit))
-    trainer = SimpleNamespace(config=config)
+    trainer = object.__new__(Trainer)
+    trainer.config = config
     if stops:
         with pytest.raises(RunError, match="rollout/logprob_diff_mean is .* above its limit"):
-            Trainer.check_agreement(trainer, difference)
+            trainer.check_agreement(difference)
     else:
-        Trainer.check_agreement(trainer, difference)
+        trainer.check_agreement(difference)
 
 
 def test_shuffled_rewards_are_a_permutation_that_the_seed_and_step_decide():
@@ -110,7 +111,7 @@ def test_logprobs_that_are_not_finite_skip_the_step_and_its_line_is_still_writte
     trainer.actor = SimpleNamespace(logprobs=logprobs)
     trainer.reward = lambda sample: float(sample.index)
     trainer.skipped = SimpleNamespace(add=lambda when, samples, why: added.append(why), count=1)
-    trainer.sync = SimpleNamespace(push=lambda version: None)
+    trainer.sync = SimpleNamespace(push=lambda version: {"sync/canary_diff": 0.0})
     trainer.run = SimpleNamespace(log_samples=lambda step, samples: None)
     metrics = trainer.step(1)
     assert added == ["4 log-probs of its samples are not finite"] and metrics["skipped_updates"] == 1

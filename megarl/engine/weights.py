@@ -27,10 +27,19 @@ class WeightSender:
             self.group = init_weights_group(backend, master_address, master_port, 0, world_size, group_name, timeout_s)
 
     def send(self) -> None:
-        """Broadcast all buckets of the stage: a collective of the ranks that help, and of the servers for each bucket."""
+        """Broadcast all buckets of the stage: a collective of the ranks that help, and of the servers for each bucket.
+
+        The next bucket is gathered while one is on the wire, so there are two of them at most.
+        """
+        on_the_wire = None
         for bucket in self._buckets():
-            if parallel.sends_weights():
-                dist.broadcast(flatten(bucket), src=0, group=self.group)
+            flat = flatten(bucket) if parallel.sends_weights() else None
+            if on_the_wire is not None:
+                on_the_wire.wait()
+            if flat is not None:
+                on_the_wire = dist.broadcast(flat, src=0, group=self.group, async_op=True)
+        if on_the_wire is not None:
+            on_the_wire.wait()
         parallel.synchronize()
 
     def _buckets(self):

@@ -102,14 +102,13 @@ class RolloutClient:
 
         `server_index` names one server; None spreads the sequences over all.
         """
-        params = {"max_new_tokens": 0, "temperature": 1.0}
-        bodies = [
-            {"input_ids": ids, "sampling_params": params, "return_logprob": True, "logprob_start_len": 0}
-            for ids in token_ids
-        ]
-        requests = [self._request(i, body, server_index) for i, body in enumerate(bodies)]
+        requests = [self._request(i, _logprobs_body(ids), server_index) for i, ids in enumerate(token_ids)]
         answers = self.start(_all(requests)).result()
         return [input_logprobs(url, ids, answer) for ids, (url, answer) in zip(token_ids, answers, strict=True)]
+
+    def score_now(self, token_ids: list[int], timeout_s: float) -> concurrent.futures.Future:
+        """Each server's log-probs of one sequence, as `logprobs` gives them: past the gate, and never tried again."""
+        return self.start(_all([self._score_now(url, token_ids, timeout_s) for url in self.urls]))
 
     def close_gate(self) -> None:
         """Hold back new requests, e.g. around a weight update. Running ones are left alone, but if they are aborted
@@ -252,6 +251,9 @@ class RolloutClient:
             f"{'; '.join(faults)}"
         )
 
+    async def _score_now(self, url: str, token_ids: list[int], timeout_s: float) -> list[float]:
+        return input_logprobs(url, token_ids, await self._control(url, "/generate", _logprobs_body(token_ids), timeout_s))
+
     async def _wait_for_gate(self) -> None:
         try:
             await asyncio.wait_for(self._gate.wait(), self.request_timeout_s)
@@ -288,6 +290,11 @@ class RolloutClient:
         if response.status >= 400:
             raise RunError(f"{url}{path}: HTTP {response.status}: {text[:MAX_BODY]}")
         return json.loads(text) if response.content_type == "application/json" else text
+
+
+def _logprobs_body(token_ids: list[int]) -> dict:
+    params = {"max_new_tokens": 0, "temperature": 1.0}
+    return {"input_ids": token_ids, "sampling_params": params, "return_logprob": True, "logprob_start_len": 0}
 
 
 async def _open_session() -> aiohttp.ClientSession:

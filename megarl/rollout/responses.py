@@ -42,11 +42,11 @@ def abort_message(answer: dict | list[dict]) -> str | None:
 
 
 def input_logprobs(url: str, token_ids: list[int], answer: dict) -> list[float]:
-    """[L] log-probs of the given tokens; SGLang has none for the first one, which becomes 0."""
+    """[L] log-probs of the given tokens; SGLang has none for the first one, which becomes 0, and null for NaN."""
     entries = answer["meta_info"]["input_token_logprobs"]
     if [entry[1] for entry in entries] != token_ids:
         raise RunError(f"{url} scored other tokens than the {len(token_ids)} that were sent")
-    return [0.0] + [entry[0] for entry in entries[1:]]
+    return [0.0] + [math.nan if entry[0] is None else entry[0] for entry in entries[1:]]
 
 
 def _output_logprobs(url: str, prompt: Prompt, ids: list[int], meta: dict) -> torch.Tensor:
@@ -54,7 +54,7 @@ def _output_logprobs(url: str, prompt: Prompt, ids: list[int], meta: dict) -> to
     if [entry[1] for entry in entries] != ids:
         raise RunError(f"{url}: {len(entries)} log-probs do not belong to the {len(ids)} tokens of their response")
     values = [entry[0] for entry in entries]
-    if not all(math.isfinite(value) for value in values):
+    if not all(value is not None and math.isfinite(value) for value in values):  # JSON has no NaN: it comes as null
         raise RunError(f"{url}: a response has log-probs that are not finite; its weights may be broken")
     return torch.tensor([0.0] * len(prompt.token_ids) + values, dtype=torch.float32)
 

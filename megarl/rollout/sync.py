@@ -8,7 +8,9 @@ from megarl.cluster.role import RoleGroup
 from megarl.cluster.waiting import raise_failed, wait_all
 from megarl.config import SyncConfig
 from megarl.errors import RunError
+from megarl.rollout.canary import Canary
 from megarl.rollout.client import RolloutClient
+from megarl.rollout.weights_group import num_bytes
 
 POLL_S = 0.2  # between looks at the senders while the servers receive
 
@@ -20,8 +22,11 @@ class WeightSync:
     buckets sent one after another: two stages in opposite orders on two servers would wait for each other for ever.
     """
 
-    def __init__(self, actor: RoleGroup, client: RolloutClient, server_tensor_parallel: int, settings: SyncConfig):
+    def __init__(
+        self, actor: RoleGroup, client: RolloutClient, server_tensor_parallel: int, settings: SyncConfig, canary: Canary
+    ):
         self.actor = actor
+        self.canary = canary
         self.client = client
         self.timeout_s = settings.timeout_s
         world_size = 1 + len(client.urls) * server_tensor_parallel
@@ -45,14 +50,16 @@ class WeightSync:
             self._wait(servers, joining, f"joining the weight group of stage {stage}")
             wait_all(joining, f"joining the weight group of stage {stage}", self.timeout_s)
 
-    def push(self, version: int) -> None:
-        """Give every server the actor's present weights as `version`.
+    def push(self, version: int) -> dict[str, float]:
+        """Give every server the actor's present weights as `version`, and see that they are there.
 
-        New requests wait meanwhile and cached prefixes are forgotten. Raises RunError, naming the stage and the bucket, and
-        the server or the rank, where any part fails or is late: the servers then hold a mixture and the run must end.
+        New requests wait meanwhile and cached prefixes are forgotten. Returns the metrics sync/*. Raises RunError, naming
+        the stage and the bucket, and the server or the rank, where any part fails or is late, and naming the server whose
+        answer to the canary is not the trainer's: the servers then hold a mixture and the run must end.
         """
         self.client.close_gate()
         self.client.pause(self.timeout_s)
+        sent = time.perf_counter()
         for stage, buckets in enumerate(self.plans):
             sending = self.actor.start_send(stage)
             for i, bucket in enumerate(buckets):
@@ -67,9 +74,18 @@ class WeightSync:
                 where = f"weight sync to version {version}, stage {stage}, bucket {i + 1} of {len(buckets)}"
                 self._wait([receiving], sending, where)
             wait_all(sending, f"weight sync to version {version}, stage {stage}", self.timeout_s)
+        received = time.perf_counter()
         self.client.resume(self.timeout_s)
         self._check_versions(version)
+        difference = self.canary.check(version, self.timeout_s)
+        verified = time.perf_counter()
         self.client.open_gate()
+        total = sum(num_bytes(bucket) for buckets in self.plans for bucket in buckets)
+        return {
+            "sync/gb_per_s": total / (received - sent) / 1e9,
+            "sync/verify_s": verified - received,
+            "sync/canary_diff": difference,
+        }
 
     def _wait(self, servers: list[Future], sending: dict, where: str) -> None:
         """Until the servers are done; a failure on either side ends the wait, as the other would hang in a collective."""

@@ -5,6 +5,7 @@ store's keys are prefixed (`sglang.srt.utils.init_custom_process_group`) and on 
 (`sglang.srt.weight_sync.tensor_bucket`); tests/rollout/test_weights.py compares them with a real server.
 """
 
+import math
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -52,6 +53,12 @@ def describe(named_tensors: list[tuple[str, torch.Tensor]]) -> Bucket:
     dtypes = [str(tensor.dtype).removeprefix("torch.") for _, tensor in named_tensors]
     shapes = [list(tensor.shape) for _, tensor in named_tensors]
     return Bucket(names, dtypes, shapes)
+
+
+def num_bytes(bucket: Bucket) -> int:
+    return sum(
+        math.prod(shape) * getattr(torch, dtype).itemsize for dtype, shape in zip(bucket.dtypes, bucket.shapes, strict=True)
+    )
 
 
 def flatten(named_tensors: list[tuple[str, torch.Tensor]]) -> torch.Tensor:

@@ -1,15 +1,19 @@
 """A tiny model and one real SGLang server for all rollout tests of the session."""
 
+import uuid
+
 import pytest
 import torch
+import torch.distributed as dist
+from rollout_reference import CONTEXT, hf_weights
 from safetensors.torch import load_file, save_file
-from rollout_reference import CONTEXT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megarl.config import SamplingConfig
 from megarl.data import toy
 from megarl.rollout.client import RolloutClient
-from megarl.rollout.server import Server
+from megarl.rollout.server import NEVER_PUSHED, Server, free_port
+from megarl.rollout.weights_group import describe, flatten, init_weights_group
 
 SHARPEN = 6.0  # the toy's initialisation is too flat: wrongly aligned log-probs would hardly differ
 
@@ -69,3 +73,23 @@ def make_client():
     yield make
     for client in clients:
         client.close()
+
+
+@pytest.fixture
+def push(sglang_server, make_client, model):
+    """push(named_tensors, version): one bucket to the server. The model's own weights come back after the test."""
+    client = make_client([sglang_server.url])
+    name, port = f"test-{uuid.uuid4().hex[:8]}", free_port("127.0.0.1")
+    joined = client.init_weights_group(0, "127.0.0.1", port, 1, 2, name, "gloo", timeout_s=60)
+    group = init_weights_group("gloo", "127.0.0.1", port, 0, 2, name, timeout_s=60)
+    joined.result()
+
+    def push(named_tensors, version):
+        received = client.update_weights(*describe(named_tensors), name, True, version, timeout_s=60)
+        dist.broadcast(flatten(named_tensors), src=0, group=group)
+        received.result()
+
+    yield push
+    push(hf_weights(model), str(NEVER_PUSHED))
+    client.destroy_weights_group(name)
+    dist.destroy_process_group(group)

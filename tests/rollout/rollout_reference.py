@@ -11,3 +11,7 @@ def reference_logprobs(model, token_ids: torch.Tensor, temperature: float = 1.0)
     logits_LV = model(token_ids[None]).logits[0].float() / temperature
     logprobs = logits_LV[:-1].log_softmax(-1).gather(-1, token_ids[1:, None])[:, 0]
     return torch.cat([torch.zeros(1), logprobs])
+
+
+def hf_weights(model) -> list[tuple[str, torch.Tensor]]:
+    return [(name, weight) for name, weight in model.state_dict().items() if name != "lm_head.weight"]  # tied

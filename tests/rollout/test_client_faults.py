@@ -183,6 +183,7 @@ def test_a_gate_that_stays_closed_is_an_error(fake_server, make_client):
         (response(logprobs=[[-0.5, 11, None]]), "1 log-probs do not belong to the 2 tokens"),
         (response(logprobs=[[-0.5, 11, None], [-0.5, 3, None]]), "2 log-probs do not belong to the 2 tokens"),
         (response(logprobs=[[-0.5, 11, None], [float("nan"), 2, None]]), "not finite"),
+        (response(logprobs=[[-0.5, 11, None], [None, 2, None]]), "not finite"),  # as SGLang's JSON has it
         (response(version="default"), "weight_version 'default' is not one of megarl's"),
     ],
 )

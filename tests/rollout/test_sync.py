@@ -13,7 +13,7 @@ BUCKETS = [[Bucket(["a"], ["float32"], [[1]]), Bucket(["b"], ["float32"], [[1]])
 
 
 class Recorder:
-    """Both the actor and the client: writes down what it is told."""
+    """The actor, the client and the canary: writes down what it is told."""
 
     backend = "gloo"
     urls = ["http://one", "http://two"]
@@ -48,6 +48,10 @@ class Recorder:
     def weight_versions(self, timeout_s):
         return ["7", self.version]
 
+    def check(self, version, timeout_s):
+        self.events.append(("canary", version))
+        return 1e-6
+
 
 def done(error=None):
     future = Future()
@@ -57,7 +61,7 @@ def done(error=None):
 
 def test_servers_join_one_group_per_stage_behind_its_sender():
     recorder = Recorder()
-    WeightSync(recorder, recorder, 2, SyncConfig())
+    WeightSync(recorder, recorder, 2, SyncConfig(), recorder)
     assert [event for event in recorder.events if event[0] == "join"] == [
         ("join", index, f"megarl-weights-{stage}", 1 + 2 * index, 5) for stage in (0, 1) for index in (0, 1)
     ]
@@ -65,9 +69,10 @@ def test_servers_join_one_group_per_stage_behind_its_sender():
 
 def test_a_push_pauses_sends_bucket_by_bucket_and_only_the_last_flushes_and_carries_the_version():
     recorder = Recorder()
-    sync = WeightSync(recorder, recorder, 1, SyncConfig())
+    sync = WeightSync(recorder, recorder, 1, SyncConfig(), recorder)
     recorder.events.clear()
-    sync.push(version=7)
+    metrics = sync.push(version=7)
+    assert metrics.keys() == {"sync/gb_per_s", "sync/verify_s", "sync/canary_diff"} and metrics["sync/canary_diff"] == 1e-6
     assert recorder.events == [
         "close_gate",
         "pause",
@@ -77,16 +82,17 @@ def test_a_push_pauses_sends_bucket_by_bucket_and_only_the_last_flushes_and_carr
         ("send", 1),
         ("c", "megarl-weights-1", True, "7"),
         "resume",
+        ("canary", 7),
         "open_gate",
     ]
 
 
 def test_a_failed_bucket_is_named_and_a_server_of_another_version_stops_the_run():
     recorder = Recorder(fails_at="b")
-    sync = WeightSync(recorder, recorder, 1, SyncConfig())
+    sync = WeightSync(recorder, recorder, 1, SyncConfig(), recorder)
     with pytest.raises(RunError, match="sync to version 7, stage 0, bucket 2 of 2: http://two: broken"):
         sync.push(version=7)
     recorder = Recorder(version="6")
-    sync = WeightSync(recorder, recorder, 1, SyncConfig())
+    sync = WeightSync(recorder, recorder, 1, SyncConfig(), recorder)
     with pytest.raises(RunError, match="http://two says it has weights of version 6 after the sync to version 7"):
         sync.push(version=7)

@@ -1,43 +1,16 @@
 """Weights from this process to a real SGLang server through a gloo group, as the trainer sends them."""
 
 import copy
-import uuid
 
 import pytest
 import torch
-import torch.distributed as dist
-from rollout_reference import reference_logprobs
+from rollout_reference import hf_weights, reference_logprobs
 
 from megarl.errors import RunError
-from megarl.rollout.server import NEVER_PUSHED, free_port
-from megarl.rollout.weights_group import describe, flatten, init_weights_group
+from megarl.rollout.weights_group import describe, flatten, num_bytes
 from megarl.sample import Prompt
 
 SEQUENCE = [1, 40, 77, 5, 301, 12, 90, 33]
-
-
-def hf_weights(model) -> list[tuple[str, torch.Tensor]]:
-    return [(name, weight) for name, weight in model.state_dict().items() if name != "lm_head.weight"]  # tied
-
-
-@pytest.fixture
-def push(sglang_server, make_client, model):
-    """push(named_tensors, version): one bucket to the server. The model's own weights come back after the test."""
-    client = make_client([sglang_server.url])
-    name, port = f"test-{uuid.uuid4().hex[:8]}", free_port("127.0.0.1")
-    joined = client.init_weights_group(0, "127.0.0.1", port, 1, 2, name, "gloo", timeout_s=60)
-    group = init_weights_group("gloo", "127.0.0.1", port, 0, 2, name, timeout_s=60)
-    joined.result()
-
-    def push(named_tensors, version):
-        received = client.update_weights(*describe(named_tensors), name, True, version, timeout_s=60)
-        dist.broadcast(flatten(named_tensors), src=0, group=group)
-        received.result()
-
-    yield push
-    push(hf_weights(model), str(NEVER_PUSHED))
-    client.destroy_weights_group(name)
-    dist.destroy_process_group(group)
 
 
 def test_pushed_weights_answer_and_stamp_their_version(sglang_server, make_client, tokenizer, model, push):
@@ -81,6 +54,7 @@ def test_flatten_lays_tensors_end_to_end():
     assert bucket.dtype == torch.uint8
     assert bucket[:8].view(torch.float32).tolist() == [1.5, -2.0]
     assert bucket[8:].view(torch.bfloat16).tolist() == [3.0]
+    assert num_bytes(describe([("a", torch.zeros(1, 2)), ("b", torch.zeros(1, dtype=torch.bfloat16))])) == 10 == len(bucket)
 
 
 def test_flatten_reads_a_view_in_its_logical_order():
