@@ -197,7 +197,7 @@ class RolloutConfig(Section):
 
 class SyncConfig(Section):
     bucket_mb: int = Field(512, ge=1, description="size of a broadcast bucket, in MiB")
-    timeout_s: float = Field(300.0, gt=0)
+    timeout_s: float = Field(300.0, gt=0, description="for one bucket, for joining a group, for the canary")
 
 
 class TrainerConfig(Section):

@@ -19,6 +19,7 @@ import aiohttp
 from megarl.config import SamplingConfig
 from megarl.errors import RunError
 from megarl.rollout.responses import abort_message, input_logprobs, read_response
+from megarl.rollout.weights_group import Bucket
 from megarl.sample import Prompt, Sample
 
 FIRST_BACKOFF_S = 0.5  # doubles with each attempt
@@ -158,30 +159,17 @@ class RolloutClient:
         url = self.urls[server_index]
         return self.start(self._control(url, "/init_weights_update_group", body, timeout_s))
 
-    def update_weights(
-        self,
-        names: list[str],
-        dtypes: list[str],
-        shapes: list[list[int]],
-        group_name: str,
-        flush_cache: bool,
-        weight_version: str | None,
-        timeout_s: float | None = None,
+    def receive_weights(
+        self, buckets: list[Bucket], group_name: str, weight_version: str | None, timeout_s: float | None = None
     ) -> concurrent.futures.Future:
-        """Have every server receive one flattened bucket (weights_group.flatten) by broadcast from rank 0.
+        """Have every server receive flattened buckets (weights_group.flatten) one after another, by broadcast from rank 0.
 
-        Only the last bucket of a version flushes the cache and carries the version.
+        All from the client's loop: between two buckets there is one answer and one request, and no thread to wake.
+        `timeout_s` bounds each bucket. With the last one of a version the cache is flushed and the version set; None: more
+        are to come. A failure names the server and the bucket.
         """
-        body = {
-            "names": names,
-            "dtypes": dtypes,
-            "shapes": shapes,
-            "group_name": group_name,
-            "flush_cache": flush_cache,
-            "weight_version": weight_version,
-            "load_format": "flattened_bucket",
-        }
-        return self._control_all("/update_weights_from_distributed", body, timeout_s)
+        calls = [self._receive(url, buckets, group_name, weight_version, timeout_s) for url in self.urls]
+        return self.start(_all(calls))
 
     def destroy_weights_group(self, group_name: str, timeout_s: float | None = None) -> None:
         self._control_all("/destroy_weights_update_group", {"group_name": group_name}, timeout_s).result()
@@ -250,6 +238,23 @@ class RolloutClient:
             f"rollout: request {i} failed {len(faults)} times (rollout.max_retries={self.max_retries}): "
             f"{'; '.join(faults)}"
         )
+
+    async def _receive(
+        self, url: str, buckets: list[Bucket], group_name: str, weight_version: str | None, timeout_s: float | None
+    ) -> None:
+        for i, bucket in enumerate(buckets, start=1):
+            ends = i == len(buckets) and weight_version is not None
+            body = {
+                **bucket._asdict(),
+                "group_name": group_name,
+                "flush_cache": ends,
+                "weight_version": weight_version if ends else None,
+                "load_format": "flattened_bucket",
+            }
+            try:
+                await self._control(url, "/update_weights_from_distributed", body, timeout_s)
+            except RunError as error:
+                raise RunError(f"bucket {i} of {len(buckets)}: {error}") from error
 
     async def _score_now(self, url: str, token_ids: list[int], timeout_s: float) -> list[float]:
         return input_logprobs(url, token_ids, await self._control(url, "/generate", _logprobs_body(token_ids), timeout_s))

@@ -47,7 +47,7 @@ class WeightSync:
                 )
                 for index in range(len(client.urls))
             ]
-            self._wait(servers, joining, f"joining the weight group of stage {stage}")
+            self._wait(servers, joining, f"joining the weight group of stage {stage}", self.timeout_s)
             wait_all(joining, f"joining the weight group of stage {stage}", self.timeout_s)
 
     def push(self, version: int) -> dict[str, float]:
@@ -61,19 +61,15 @@ class WeightSync:
         self.client.pause(self.timeout_s)
         sent = time.perf_counter()
         for stage, buckets in enumerate(self.plans):
+            last = stage == len(self.plans) - 1
+            where = f"weight sync to version {version}, stage {stage}"
             sending = self.actor.start_send(stage)
-            for i, bucket in enumerate(buckets):
-                last = stage == len(self.plans) - 1 and i == len(buckets) - 1
-                receiving = self.client.update_weights(
-                    *bucket,
-                    self._group(stage),
-                    flush_cache=last,
-                    weight_version=str(version) if last else None,
-                    timeout_s=self.timeout_s,
-                )
-                where = f"weight sync to version {version}, stage {stage}, bucket {i + 1} of {len(buckets)}"
-                self._wait([receiving], sending, where)
-            wait_all(sending, f"weight sync to version {version}, stage {stage}", self.timeout_s)
+            receiving = self.client.receive_weights(
+                buckets, self._group(stage), str(version) if last else None, self.timeout_s
+            )
+            # Each bucket has the timeout, and names its server; this one is behind them all.
+            self._wait([receiving], sending, where, self.timeout_s * (len(buckets) + 1))
+            wait_all(sending, where, self.timeout_s)
         received = time.perf_counter()
         self.client.resume(self.timeout_s)
         self._check_versions(version)
@@ -87,9 +83,9 @@ class WeightSync:
             "sync/canary_diff": difference,
         }
 
-    def _wait(self, servers: list[Future], sending: dict, where: str) -> None:
+    def _wait(self, servers: list[Future], sending: dict, where: str, timeout_s: float) -> None:
         """Until the servers are done; a failure on either side ends the wait, as the other would hang in a collective."""
-        deadline = time.monotonic() + self.timeout_s
+        deadline = time.monotonic() + timeout_s
         while servers:
             done, servers = futures.wait(servers, timeout=POLL_S, return_when=futures.FIRST_COMPLETED)
             try:
@@ -99,7 +95,7 @@ class WeightSync:
             except RunError as error:
                 raise RunError(f"{where}: {error}") from error
             if servers and time.monotonic() > deadline:
-                raise RunError(f"{where}: not done within sync.timeout_s={self.timeout_s:g} s")
+                raise RunError(f"{where}: not done within {timeout_s:g} s (sync.timeout_s={self.timeout_s:g})")
 
     def _check_versions(self, version: int) -> None:
         for url, found in zip(self.client.urls, self.client.weight_versions(self.timeout_s)):

@@ -85,7 +85,7 @@ def push(sglang_server, make_client, model):
     joined.result()
 
     def push(named_tensors, version):
-        received = client.update_weights(*describe(named_tensors), name, True, version, timeout_s=60)
+        received = client.receive_weights([describe(named_tensors)], name, version, timeout_s=60)
         dist.broadcast(flatten(named_tensors), src=0, group=group)
         received.result()
 

@@ -11,6 +11,7 @@ from megarl.errors import RunError
 from megarl.rollout import client as client_module
 from megarl.rollout.responses import input_logprobs, read_response
 from megarl.rollout.server import free_port
+from megarl.rollout.weights_group import Bucket
 from megarl.sample import Prompt, Status
 
 PROMPT = Prompt([], [5, 6, 7])
@@ -148,11 +149,25 @@ def test_too_few_responses_are_an_error(fake_server, make_client):
         make_client([url]).generate([PROMPT], 4, WordTokenizer())
 
 
+def test_buckets_follow_one_another_and_only_the_last_of_a_version_flushes_and_carries_it(fake_server, make_client):
+    url, calls = fake_server(lambda path, n: (200, {"success": True, "message": "ok"}))
+    buckets = [Bucket([name], ["float32"], [[2]]) for name in ("a", "b", "c")]
+    make_client([url]).receive_weights(buckets[:2], "stage-0", None).result()
+    make_client([url]).receive_weights(buckets[1:], "stage-1", "7").result()
+    sent = [(body["names"], body["group_name"], body["flush_cache"], body["weight_version"]) for _, body in calls]
+    assert sent == [
+        (["a"], "stage-0", False, None),
+        (["b"], "stage-0", False, None),
+        (["b"], "stage-1", False, None),
+        (["c"], "stage-1", True, "7"),
+    ]
+
+
 def test_a_weight_update_without_success_is_an_error_naming_the_server(fake_server, make_client):
     good, _ = fake_server(lambda path, n: (200, {"success": True, "message": "ok"}))
     bad, calls = fake_server(lambda path, n: (200, {"success": False, "message": "Cache flush failed"}))
-    received = make_client([good, bad]).update_weights(["w"], ["float32"], [[2]], "group", True, "7")
-    with pytest.raises(RunError, match=f"{bad}/update_weights_from_distributed: Cache flush failed"):
+    received = make_client([good, bad]).receive_weights([Bucket(["w"], ["float32"], [[2]])], "group", "7")
+    with pytest.raises(RunError, match=f"bucket 1 of 1: {bad}/update_weights_from_distributed: Cache flush failed"):
         received.result()
     assert calls[0][1] == {
         "names": ["w"],

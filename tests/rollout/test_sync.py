@@ -41,9 +41,10 @@ class Recorder:
         self.events.append(("send", stage))
         return {}
 
-    def update_weights(self, names, dtypes, shapes, group_name, flush_cache, weight_version, timeout_s):
-        self.events.append((names[0], group_name, flush_cache, weight_version))
-        return done(RunError("http://two: broken") if names[0] == self.fails_at else None)
+    def receive_weights(self, buckets, group_name, weight_version, timeout_s):
+        self.events.append(([bucket.names[0] for bucket in buckets], group_name, weight_version))
+        broken = any(self.fails_at in bucket.names for bucket in buckets)
+        return done(RunError("bucket 2 of 2: http://two: broken") if broken else None)
 
     def weight_versions(self, timeout_s):
         return ["7", self.version]
@@ -67,7 +68,7 @@ def test_servers_join_one_group_per_stage_behind_its_sender():
     ]
 
 
-def test_a_push_pauses_sends_bucket_by_bucket_and_only_the_last_flushes_and_carries_the_version():
+def test_a_push_pauses_sends_stage_by_stage_and_only_the_last_carries_the_version():
     recorder = Recorder()
     sync = WeightSync(recorder, recorder, 1, SyncConfig(), recorder)
     recorder.events.clear()
@@ -77,10 +78,9 @@ def test_a_push_pauses_sends_bucket_by_bucket_and_only_the_last_flushes_and_carr
         "close_gate",
         "pause",
         ("send", 0),
-        ("a", "megarl-weights-0", False, None),
-        ("b", "megarl-weights-0", False, None),
+        (["a", "b"], "megarl-weights-0", None),
         ("send", 1),
-        ("c", "megarl-weights-1", True, "7"),
+        (["c"], "megarl-weights-1", "7"),
         "resume",
         ("canary", 7),
         "open_gate",
@@ -90,7 +90,7 @@ def test_a_push_pauses_sends_bucket_by_bucket_and_only_the_last_flushes_and_carr
 def test_a_failed_bucket_is_named_and_a_server_of_another_version_stops_the_run():
     recorder = Recorder(fails_at="b")
     sync = WeightSync(recorder, recorder, 1, SyncConfig(), recorder)
-    with pytest.raises(RunError, match="sync to version 7, stage 0, bucket 2 of 2: http://two: broken"):
+    with pytest.raises(RunError, match="sync to version 7, stage 0: bucket 2 of 2: http://two: broken"):
         sync.push(version=7)
     recorder = Recorder(version="6")
     sync = WeightSync(recorder, recorder, 1, SyncConfig(), recorder)
