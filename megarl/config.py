@@ -191,13 +191,16 @@ class RolloutConfig(Section):
     max_retries: int = Field(3, ge=0, description="of one request, before the run stops")
     max_concurrent_prompts: int = Field(512, ge=1)
     logprob_diff_limit: float | None = Field(
-        None, gt=0, description="above it rollout/logprob_diff_mean or sync/canary_diff stops the run; null: by dtype, 1e-4 or 0.05"
+        None, gt=0, description="above it rollout/logprob_diff_mean stops the run; null: by dtype, 1e-4 or 0.05"
     )
 
 
 class SyncConfig(Section):
     bucket_mb: int = Field(512, ge=1, description="size of a broadcast bucket, in MiB")
     timeout_s: float = Field(300.0, gt=0, description="for one bucket, for joining a group, for the canary")
+    canary_diff_limit: float | None = Field(
+        None, gt=0, description="above it sync/canary_diff stops the run; null: by dtype, 1e-4 or 0.25"
+    )
 
 
 class TrainerConfig(Section):

@@ -46,7 +46,7 @@ class Canary:
         if not differences[worst] <= self.limit:
             raise RunError(
                 f"weight sync to version {version}: {worst} and the trainer differ by {differences[worst]:.3g} on average "
-                f"over {self.length} canary tokens, above {self.limit:g} (rollout.logprob_diff_limit): it does not hold the "
+                f"over {self.length} canary tokens, above {self.limit:g} (sync.canary_diff_limit): it does not hold the "
                 f"trainer's weights"
             )
         self._compare_servers(version, servers)
