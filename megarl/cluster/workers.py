@@ -94,6 +94,9 @@ class EngineWorker:
         checkpoint.save(self.engine, self.model_path, folder)
 
 
+DYING_S = 5.0
+
+
 class ServerWorker:
     """Supervises one SGLang server on the node where its bundle is. The server dies with this process."""
 
@@ -112,7 +115,8 @@ class ServerWorker:
         return self.server.url
 
     def death_report(self) -> str | None:
-        return self.server.death_report()
+        """After a failure: a server whose connections broke may still be on its way out."""
+        return self.server.death_report(DYING_S)
 
     def stop(self) -> None:
         self.server.stop()

@@ -129,10 +129,13 @@ class Server:
     def alive(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
-    def death_report(self) -> str | None:
-        """Why the server is not alive, with the end of its log; None while it is alive."""
-        if self.alive():
-            return None
+    def death_report(self, wait_s: float = 0.0) -> str | None:
+        """Why the server is not alive, with the end of its log; None where it is alive and does not end within `wait_s`."""
+        deadline = time.monotonic() + wait_s
+        while self.alive():
+            if time.monotonic() >= deadline:
+                return None
+            time.sleep(0.1)
         code = None if self._process is None else self._process.returncode
         state = "was not started" if code is None else f"ended with {exit_text(code)}"
         return f"the SGLang server on {self.host}:{self.port} {state}; {self._log_text()}"
