@@ -8,7 +8,6 @@
 
 import argparse
 import gc
-import importlib.metadata
 import json
 import os
 import platform
@@ -22,6 +21,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 from shapes import SHAPES  # noqa: E402
+
+from megarl.monitor.run_directory import version  # noqa: E402
 
 LAYOUTS = {"dp1": {}, "dp2": {}, "tp2": {"tensor_parallel": 2, "sequence_parallel": True}}
 CONTENDERS = {  # who trains, on which layers
@@ -244,13 +245,6 @@ def machine() -> dict:
 
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {"gpus": gpus, "cores": len(os.sched_getaffinity(0)), "platform": platform.platform()}
-
-
-def version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 if __name__ == "__main__":

@@ -143,6 +143,9 @@ class RoleConfig(Section):
     def data_parallel(self) -> int:
         return self.world_size // self.model_parallel
 
+    def rank_cpus(self, device: str) -> float:
+        return self.cpus_per_rank or (0.5 if device == "cpu" else 1.0)
+
     @property
     def sizes(self) -> str:
         """What data_parallel results from."""
@@ -276,7 +279,7 @@ def describe(config: Config) -> str:
     updates = algorithm.samples_per_step // algorithm.samples_per_update
     rows = []
     for name, role in config.roles.megatron.items():
-        cpus = role.world_size * (role.cpus_per_rank or (0.5 if device == "cpu" else 1.0))
+        cpus = role.world_size * role.rank_cpus(device)
         rows.append((name, f"{role.nodes} x {role.gpus_per_node} ranks", role.world_size * gpus, cpus))
     server_gpus, server_cpus = rollout.servers * rollout.tensor_parallel * gpus, rollout.servers * rollout.cpus_per_server
     rows.append(("rollout", f"{rollout.servers} x {rollout.tensor_parallel} ranks", server_gpus, server_cpus))

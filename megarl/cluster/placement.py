@@ -40,8 +40,7 @@ def group_requests(config: Config, device: str) -> list[GroupRequest]:
     rollout, on_gpu = config.rollout, device == "cuda"
     requests = []
     for name, role in config.roles.megatron.items():
-        cpus_per_rank = role.cpus_per_rank or (1.0 if on_gpu else 0.5)
-        requests += [GroupRequest(name, role.gpus_per_node, cpus_per_rank, float(on_gpu))] * role.nodes
+        requests += [GroupRequest(name, role.gpus_per_node, role.rank_cpus(device), float(on_gpu))] * role.nodes
     server_group = GroupRequest(SERVER, 1, rollout.cpus_per_server, float(rollout.tensor_parallel * on_gpu))
     return requests + [server_group] * rollout.servers
 

@@ -54,17 +54,12 @@ class RoleGroup:
         self, samples: list[Sample], temperature: float, reference: bool = False
     ) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
         """(log-probs, entropy) of each sample, [L] float32; no entropy of the reference."""
-        merged = {}
-        for result in self._all("logprobs", ray.put(samples), temperature, reference):
-            merged |= result
-        return [tuple(None if x is None else torch.tensor(x) for x in merged[i]) for i in range(len(samples))]
+        scored = self._by_sample("logprobs", samples, temperature, reference)
+        return [tuple(None if x is None else torch.tensor(x) for x in arrays) for arrays in scored]
 
     def values(self, samples: list[Sample]) -> list[torch.Tensor]:
         """The critic's values of each sample, [L] float32."""
-        merged = {}
-        for result in self._all("values", ray.put(samples)):
-            merged |= result
-        return [torch.tensor(merged[i]) for i in range(len(samples))]
+        return [torch.tensor(values) for values in self._by_sample("values", samples)]
 
     def place(self, phase: Phase) -> int:
         """`Engine.place` on all ranks; the bytes taken of the fullest GPU."""
@@ -96,6 +91,13 @@ class RoleGroup:
     def _stage_ranks(self, stage: int) -> list[int]:
         """The ranks that help to send the stage."""
         return [r for r, place in enumerate(self.places) if place["stage"] == stage and place["helps_to_send"]]
+
+    def _by_sample(self, method: str, samples: list[Sample], *arguments) -> list:
+        """What the replicas return for their parts of `samples`, in the order of `samples`."""
+        merged = {}
+        for result in self._all(method, ray.put(samples), *arguments):
+            merged |= result
+        return [merged[i] for i in range(len(samples))]
 
     def _refs(self, method: str, *arguments, ranks: list[int] | None = None) -> dict[str, ray.ObjectRef]:
         chosen = range(len(self.handles)) if ranks is None else ranks

@@ -1,10 +1,10 @@
 """Device tensors in host memory: moved there and back in place, or copied."""
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
+from megarl.data.packing import padded
 from megarl.engine import parallel
 
 _ALIGNMENT = 64
@@ -21,12 +21,12 @@ class HostMemory:
 
     def parts(self, sizes: Sequence[int]) -> Iterator[torch.Tensor]:
         """Disjoint uint8 tensors of `sizes` bytes; what earlier ones held is lost."""
-        padded = [math.ceil(size / _ALIGNMENT) * _ALIGNMENT for size in sizes]
-        if sum(padded) > self._block.numel():
+        aligned = [padded(size, _ALIGNMENT) for size in sizes]
+        if sum(aligned) > self._block.numel():
             parallel.unlock_pages(self._block)
-            self._block = torch.empty(sum(padded), dtype=torch.uint8)
+            self._block = torch.empty(sum(aligned), dtype=torch.uint8)
             parallel.lock_pages(self._block)
-        return (part[:size] for part, size in zip(self._block.split([*padded, self._block.numel() - sum(padded)]), sizes))
+        return (part[:size] for part, size in zip(self._block[: sum(aligned)].split(aligned), sizes))
 
 
 class MovedTensors:

@@ -133,8 +133,8 @@ def sends_weights() -> bool:
 def helps_to_send() -> bool:
     """True on the ranks that gather with the sending rank of their stage: its TP ranks, or all of the stage where the
     experts are spread over more ranks than those."""
-    spread = expert_parallel_size() * expert_tensor_parallel_size() > tensor_parallel_size()
-    return spread or expert_parallel_size() > 1 or (data_parallel_rank() == 0 and context_parallel_rank() == 0)
+    spread = expert_parallel_size() > 1 or expert_tensor_parallel_size() > tensor_parallel_size()
+    return spread or (data_parallel_rank() == 0 and context_parallel_rank() == 0)
 
 
 def barrier() -> None:

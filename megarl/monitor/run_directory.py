@@ -73,7 +73,7 @@ def environment(command: list[str], seed: int, device: str) -> dict:
         "seed": seed,
         "device": device,
         "python": platform.python_version(),
-        "versions": {name: _version(name) for name in PACKAGES},
+        "versions": {name: version(name) for name in PACKAGES},
         "git": _git("rev-parse", "HEAD"),
         "git_changes": bool(_git("status", "--porcelain", "--untracked-files=no")),
         "platform": platform.platform(),
@@ -81,7 +81,8 @@ def environment(command: list[str], seed: int, device: str) -> dict:
     }
 
 
-def _version(name: str) -> str | None:
+def version(name: str) -> str | None:
+    """Of an installed package; None where it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
