@@ -38,6 +38,7 @@ setup(
         "pydantic",
         "aiohttp",
         "numpy",
+        "psutil",
         "rich",
     ],
     extras_require={

@@ -1,5 +1,8 @@
 """The config.json of the models that the benchmarks measure; weights are random, so nothing is downloaded."""
 
+import json
+from pathlib import Path
+
 _QWEN2 = {
     "architectures": ["Qwen2ForCausalLM"],
     "model_type": "qwen2",
@@ -56,3 +59,22 @@ SHAPES = {
         "tie_word_embeddings": True,
     },
 }
+
+
+def write_random_model(shape: str, folder: str, dtype: str) -> None:
+    """An HF folder of config.json and safetensors; on a GPU where there is one, since billions of numbers take a minute else."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    Path(folder, "config.json").write_text(json.dumps(SHAPES[shape]))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    torch.manual_seed(1)
+    skipped = "lm_head.weight" if SHAPES[shape]["tie_word_embeddings"] else None
+    for index, (name, meta) in enumerate(model.state_dict().items()):
+        if name != skipped:
+            tensor = torch.empty(meta.shape, dtype=getattr(torch, dtype), device=device)
+            tensor = tensor.normal_(0.0, 0.02) if tensor.dim() > 1 else tensor.fill_(1.0)
+            save_file({name: tensor.cpu()}, Path(folder, f"model-{index:05d}.safetensors"), metadata={"format": "pt"})

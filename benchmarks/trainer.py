@@ -10,7 +10,6 @@ import argparse
 import gc
 import json
 import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -20,9 +19,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+from machine import describe_machine, versions  # noqa: E402
 from shapes import SHAPES  # noqa: E402
-
-from megarl.monitor.run_directory import version  # noqa: E402
 
 LAYOUTS = {"dp1": {}, "dp2": {}, "tp2": {"tensor_parallel": 2, "sequence_parallel": True}}
 CONTENDERS = {  # who trains, on which layers
@@ -47,8 +45,8 @@ def main() -> None:
     report = {
         "command": " ".join(["python", "benchmarks/trainer.py", *sys.argv[1:]]),
         "date": time.strftime("%Y-%m-%d"),
-        "machine": machine(),
-        "versions": {name: version(name) for name in ("torch", "megatron-core", "transformer-engine", "triton")},
+        "machine": describe_machine(),
+        "versions": versions("torch", "megatron-core", "transformer-engine", "triton"),
         "cases": cases,
     }
     if options.out:
@@ -238,13 +236,6 @@ def table(cases: list[dict]) -> str:
             f"{c['tflops_per_gpu']:.0f} | {c['mfu']:.1%} | {c['peak_gb']:.0f} |"
         )
     return "\n".join(lines)
-
-
-def machine() -> dict:
-    import torch
-
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return {"gpus": gpus, "cores": len(os.sched_getaffinity(0)), "platform": platform.platform()}
 
 
 if __name__ == "__main__":

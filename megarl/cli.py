@@ -15,6 +15,8 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     options = parse(arguments)
     try:
+        if options.command == "clean":
+            return clean(options)
         return train(options, ["megarl", *arguments])
     except ConfigError as error:
         return fail(error, 2)
@@ -33,12 +35,16 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     train_parser.add_argument("config", help="YAML file, see configs/")
     train_parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="override a key of the file")
     train_parser.add_argument("--dry-run", action="store_true", help="check and print the config and what it needs")
+    clean_parser = commands.add_parser("clean", help="remove what dead runs have left", allow_abbrev=False)
+    clean_parser.add_argument("run_ids", nargs="*", metavar="RUN_ID", help="only these, see runs/NAME/env.json")
+    clean_parser.add_argument("--ray-address", metavar="ADDRESS", help="of a Ray cluster to clean as well")
+    clean_parser.add_argument("--dry-run", action="store_true", help="print what would be removed")
     options, rest = parser.parse_known_args(arguments)
     # argparse ends a list of positionals at the first option: overrides after --dry-run are in the rest.
     unknown = [argument for argument in rest if argument.startswith("-")]
     if unknown:
-        train_parser.error(f"unknown option: {' '.join(unknown)}")
-    options.overrides += rest
+        commands.choices[options.command].error(f"unknown option: {' '.join(unknown)}")
+    (options.overrides if options.command == "train" else options.run_ids).extend(rest)
     return options
 
 
@@ -53,6 +59,13 @@ def train(options: argparse.Namespace, command: list[str]) -> int:
     from megarl import trainer
 
     trainer.train(config, command=command)
+    return 0
+
+
+def clean(options: argparse.Namespace) -> int:
+    from megarl.cluster.clean import clean
+
+    clean(options.run_ids, options.ray_address, options.dry_run, print)
     return 0
 
 

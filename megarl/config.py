@@ -109,6 +109,7 @@ class RoleConfig(Section):
     nodes: int = Field(1, ge=1)
     gpus_per_node: int = Field(1, ge=1, description="ranks per node; on CPU: processes")
     tensor_parallel: int = Field(1, ge=1)
+    tensor_parallel_across_nodes: bool = Field(False, description="let a TP group fill several nodes, over their network")
     sequence_parallel: bool = Field(False, description="split norms and their activations over the TP ranks too")
     pipeline_parallel: int = Field(1, ge=1)
     virtual_pipeline_parallel: int = Field(1, ge=1, description="model chunks per pipeline rank: > 1 interleaves them")
@@ -124,8 +125,10 @@ class RoleConfig(Section):
     recompute_modules: list[Literal["core_attn", "mlp", "moe"]] | None = Field(
         None, min_length=1, description="of `selective`; null: mlp, or moe where the model has experts"
     )
-    offload: Literal["none", "optimizer", "all"] = Field(
-        "none", description="to host memory: the optimizer and gradients outside of updates; all: weights too while generating"
+    offload: Literal["none", "optimizer", "all"] | None = Field(
+        None,
+        description="to host memory: the optimizer and gradients outside of updates; all: weights too while generating; "
+        "null: all where servers share the GPUs, else none",
     )
     cpus_per_rank: float | None = Field(None, gt=0, description="null: 0.5 on CPU, 1 on GPU")
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -190,6 +193,7 @@ class RolloutConfig(Section):
     sampling: SamplingConfig = SamplingConfig()
     server_args: dict[str, Any] = Field({}, description="passed through to SGLang: {mem_fraction_static: 0.8}")
     start_timeout_s: float = Field(300.0, gt=0)
+    max_restarts: int = Field(3, ge=0, description="of servers that die, in a run; one more death ends it")
     request_timeout_s: float = Field(600.0, gt=0)
     max_retries: int = Field(3, ge=0, description="of one request, before the run stops")
     max_concurrent_prompts: int = Field(512, ge=1)
@@ -199,8 +203,8 @@ class RolloutConfig(Section):
 
 
 class SyncConfig(Section):
-    bucket_mb: int = Field(512, ge=1, description="size of a broadcast bucket, in MiB")
-    timeout_s: float = Field(300.0, gt=0, description="for one bucket, for joining a group, for the canary")
+    bucket_mb: int = Field(1024, ge=1, description="size of a bucket of weights, in MiB; sender and server hold two")
+    timeout_s: float = Field(60.0, gt=0, description="for one bucket, for joining a group, for the canary")
     canary_diff_limit: float | None = Field(
         None, gt=0, description="above it sync/canary_diff stops the run; null: by dtype, 1e-4 or 0.25"
     )
@@ -211,6 +215,7 @@ class TrainerConfig(Section):
     evaluate_every: int = Field(0, ge=0, description="in steps; 0: only before and after, if data.validation is set")
     evaluate_prompts: int = Field(256, ge=1, description="at most so many held-out prompts")
     save_every: int = Field(0, ge=0, description="in steps; 0: only at the end")
+    save_on_interrupt: bool = Field(False, description="after Ctrl-C or SIGTERM; a second one ends the saving")
     max_skipped_updates: int = Field(
         10, ge=0, description="in a run, for a loss, log-prob or gradient that is not finite; one more stops it"
     )
@@ -225,6 +230,7 @@ class ClusterConfig(Section):
 
 
 class DebugConfig(Section):
+    sync_checksum: bool = Field(False, description="compare every tensor after a sync; on GPUs, and slow")
     shuffle_rewards: bool = Field(False, description="permute the rewards of a step: a control that must not learn")
 
 
@@ -233,6 +239,9 @@ class Config(Section):
     run_directory: str = "runs"
     seed: int = Field(1, ge=0)
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    placement: Literal["disaggregated", "colocated"] = Field(
+        "disaggregated", description="servers on GPUs of their own, or on the actor's in turns"
+    )
     toy: ToyConfig | None = None
     model: ModelConfig
     data: DataConfig
@@ -281,7 +290,8 @@ def describe(config: Config) -> str:
     for name, role in config.roles.megatron.items():
         cpus = role.world_size * role.rank_cpus(device)
         rows.append((name, f"{role.nodes} x {role.gpus_per_node} ranks", role.world_size * gpus, cpus))
-    server_gpus, server_cpus = rollout.servers * rollout.tensor_parallel * gpus, rollout.servers * rollout.cpus_per_server
+    own_gpus = gpus if config.placement == "disaggregated" else 0
+    server_gpus, server_cpus = rollout.servers * rollout.tensor_parallel * own_gpus, rollout.servers * rollout.cpus_per_server
     rows.append(("rollout", f"{rollout.servers} x {rollout.tensor_parallel} ranks", server_gpus, server_cpus))
     rows.append(("needed", "", sum(row[2] for row in rows), sum(row[3] for row in rows)))
     derived = f"""

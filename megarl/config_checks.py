@@ -16,7 +16,7 @@ from megarl.config_violation import Violation, divisors, listed, nearest_multipl
 from megarl.engine.hf import FAMILIES
 from megarl.engine.hf.shape import ModelShape
 from megarl.errors import ConfigError
-from megarl.machine import sees_gpu, why_port_unusable
+from megarl.machine import resolve_device, sees_gpu, why_port_unusable
 from megarl.rollout.server_args import check_server_args
 
 if TYPE_CHECKING:
@@ -201,6 +201,31 @@ def check_roles(config: "Config") -> Iterator[Violation]:
         yield Violation(text, ("roles.critic", "algorithm.name"))
 
 
+def check_placement(config: "Config") -> Iterator[Violation]:
+    if config.placement == "disaggregated":
+        return
+    actor, rollout = config.roles.actor, config.rollout
+    if actor.offload not in (None, "all"):
+        text = f"given {actor.offload}, but with placement: colocated the actor leaves its GPUs to the servers; valid: all"
+        yield Violation(text, ("roles.actor.offload", "placement"))
+    if actor.nodes > 1:
+        text = f"given {actor.nodes}, but placement: colocated hands weights over inside one machine; valid: 1"
+        yield Violation(text, ("roles.actor.nodes", "placement"))
+    needed = rollout.servers * rollout.tensor_parallel
+    if needed > actor.gpus_per_node:
+        yield Violation(
+            f"servers * tensor_parallel = {rollout.servers} * {rollout.tensor_parallel} = {needed}, but with placement: "
+            f"colocated they share the actor's roles.actor.gpus_per_node = {actor.gpus_per_node}",
+            ("rollout.servers", "rollout.tensor_parallel", "roles.actor.gpus_per_node", "placement"),
+        )
+
+
+def check_checksum(config: "Config") -> Iterator[Violation]:
+    if config.debug.sync_checksum and resolve_device(config) == "cpu":
+        text = "given true, but SGLang's weights_checker works on GPUs only; valid with device: cpu: false"
+        yield Violation(text, ("debug.sync_checksum", "device"))
+
+
 def check_rollout_server_args(config: "Config") -> Iterator[Violation]:
     for key, text in check_server_args(config.rollout.server_args):
         yield Violation(text, (f"rollout.server_args.{key}",))
@@ -218,6 +243,8 @@ CHECKS = (
     check_reference,
     check_reward,
     check_ports,
+    check_placement,
+    check_checksum,
     check_rollout_server_args,
 )
 

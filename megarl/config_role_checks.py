@@ -43,11 +43,12 @@ def check_layout(config: "Config", name: str) -> Iterator[Violation]:
             f"{role.pipeline_parallel} = {needed}; nearest valid gpus_per_node: {nearest_multiples(role.gpus_per_node, step)}",
             keys,
         )
-    elif tensor > role.gpus_per_node or (role.nodes > 1 and role.gpus_per_node % tensor):
+    elif role.gpus_per_node % tensor and not (role.tensor_parallel_across_nodes and tensor % role.gpus_per_node == 0):
+        across = f"roles.{name}.tensor_parallel_across_nodes"
         yield Violation(
-            f"given {tensor}, but the {role.gpus_per_node} gpus_per_node must hold whole tensor-parallel groups; "
-            f"valid: {listed(divisors(role.gpus_per_node))}",
-            (f"roles.{name}.tensor_parallel", f"roles.{name}.gpus_per_node", f"roles.{name}.nodes"),
+            f"given {tensor}, but the {role.gpus_per_node} gpus_per_node must hold whole tensor-parallel groups; valid: "
+            f"{listed(divisors(role.gpus_per_node))}, or with {across}: true a multiple of {role.gpus_per_node}",
+            (f"roles.{name}.tensor_parallel", across, f"roles.{name}.gpus_per_node", f"roles.{name}.nodes"),
         )
 
 

@@ -1,10 +1,11 @@
-"""What this machine offers, asked without loading torch: GPUs and ports."""
+"""What this machine offers, asked without loading torch: GPUs, ports and network interfaces."""
 
 import errno
 import os
 import socket
 from typing import TYPE_CHECKING, Literal
 
+import psutil
 import pynvml
 
 if TYPE_CHECKING:
@@ -42,4 +43,12 @@ def why_port_unusable(port: int) -> str | None:
             probe.bind(("127.0.0.1", port))
         except OSError as error:
             return "is in use" if error.errno == errno.EADDRINUSE else f"cannot be used: {error.strerror}"
+    return None
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface that has this IP address; None if none of this machine's does."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(found.address == address for found in addresses):
+            return name
     return None

@@ -24,7 +24,8 @@ from megarl.monitor.skipped import SkippedUpdates, nonfinite_logprobs, why_skipp
 from megarl.rewards import REWARDS, score
 from megarl.rollout.canary import Canary
 from megarl.rollout.client import RolloutClient
-from megarl.rollout.sync import WeightSync
+from megarl.rollout.fleet import Fleet
+from megarl.rollout.sync import BroadcastSync, ColocatedSync
 from megarl.sample import Prompt, Sample
 from megarl.schedule import learning_rate
 from megarl.warm_start import warm_start
@@ -49,9 +50,13 @@ def train(config: Config, command: list[str]) -> Path:
         run = RunDirectory(config, command, device)
         stack.callback(run.close)
         console.line(f"megarl: run directory {run.path}, device {device}")
-        cluster = stack.enter_context(Cluster(config, device, run.logs))
+        cluster = stack.enter_context(Cluster(config, device, run.logs, run.run_id, console.line))
         cluster.start_servers()  # they import for half a minute: all at the same time
         console.line(f"starting {config.roles.actor.world_size} actor ranks and {config.rollout.servers} rollout servers")
+        client = None
+        if config.placement == "colocated":  # a server takes its share of what is free at its start: the actor comes after it
+            client = stack.enter_context(rollout_client(config, cluster.wait_servers(), inputs))
+            client.leave_gpus(config.sync.timeout_s)
         actor = cluster.start_role("actor")
         for what, how in actor.live_paths.items():
             console.line(f"  {what + ':':18} {how}")
@@ -61,12 +66,10 @@ def train(config: Config, command: list[str]) -> Path:
         if config.roles.reference.enabled:
             actor.capture_reference()
         actor.use_optimizer(config.roles.actor.optimizer)
-        client = rollout_client(config, cluster.wait_servers(), inputs)
-        stack.callback(client.close)
-        try:
-            Trainer(config, inputs, run, console, actor, client, skipped).run_all()
-        except RunError as error:
-            raise RunError("\n".join([str(error), *cluster.server_deaths()])) from error
+        if client is None:
+            client = stack.enter_context(rollout_client(config, cluster.wait_servers(), inputs))
+        fleet = make_fleet(config, inputs, cluster, client, actor, console)
+        Trainer(config, inputs, run, console, actor, fleet, skipped).run_all()
         console.line(f"megarl: done; metrics, samples and checkpoints are in {run.path.resolve()}")
     return run.path
 
@@ -97,7 +100,7 @@ class Trainer:
         run: RunDirectory,
         console: Console,
         actor: RoleGroup,
-        client: RolloutClient,
+        fleet: Fleet,
         skipped: SkippedUpdates,
     ):
         self.config = config
@@ -105,12 +108,9 @@ class Trainer:
         self.run = run
         self.console = console
         self.actor = actor
-        self.client = client
+        self.fleet = fleet
         self.skipped = skipped
         self.prompts = PromptStream(inputs.prompts, config.seed)
-        limit = config.sync.canary_diff_limit or CANARY_DIFF_LIMIT[config.model.dtype]
-        canary = Canary(actor, client, inputs.vocab_size, inputs.context_length, limit)
-        self.sync = WeightSync(actor, client, config.rollout.tensor_parallel, config.sync, canary)
         self.reward = REWARDS[config.algorithm.reward]
         self.loss = partial(
             policy_loss,
@@ -122,27 +122,29 @@ class Trainer:
         )
 
     def run_all(self) -> None:
-        steps, evaluate_every = self.config.trainer.steps, self.config.trainer.evaluate_every
-        self.sync.push(version=0)  # a server never serves what it read from disk
+        steps = self.config.trainer.steps
+        self.fleet.push(version=0)  # a server never serves what it read from disk
         self.evaluate(step=0)
         self.console.begin("steps", steps)
         for step in range(1, steps + 1):
-            metrics = self.step(step)
-            self.run.log_metrics(metrics)
-            self.console.step(metrics, steps)
-            if step == steps or (evaluate_every and step % evaluate_every == 0):
-                self.evaluate(step)
-            if step == steps or (self.config.trainer.save_every and step % self.config.trainer.save_every == 0):
-                self.save(step)
+            with self.saving_on_interrupt(step):
+                metrics = self.step(step)
+                self.run.log_metrics(metrics)
+                self.console.step(metrics, steps)
+                if step == 1:
+                    self.console.memory(metrics)
+                if self.is_due(step, self.config.trainer.evaluate_every):
+                    self.evaluate(step)
 
     def step(self, step: int) -> dict[str, float]:
         """One iteration: samples of policy version `step - 1`, an update, and the push of version `step`."""
         algorithm, temperature = self.config.algorithm, self.config.rollout.sampling.temperature
         times: dict[str, float] = {}
         start = time.perf_counter()
-        residue = self.place("generate", times)
+        self.place("generate", times)
         with timed(times, "generate"):
             samples = self.generate(self.prompts.next(algorithm.prompts_per_step), version=step - 1)
+        memory = self.memory("generate")
         with timed(times, "reward"):
             score(samples, self.reward)
             if self.config.debug.shuffle_rewards:
@@ -150,6 +152,7 @@ class Trainer:
         self.place("score", times)
         with timed(times, "logprob"):
             entropies = self.score_logprobs(samples, temperature)
+        memory |= self.memory("score")
         ADVANTAGES[algorithm.name](samples, normalize_by_std=algorithm.normalize_by_std)
         metrics = sample_metrics(samples, algorithm.group_size)
         if broken := nonfinite_logprobs(samples):
@@ -160,30 +163,47 @@ class Trainer:
             self.place("update", times)
             with timed(times, "update"):
                 metrics |= self.update(samples, step, temperature)
+            memory |= self.memory("update")
+        if self.is_due(step, self.config.trainer.save_every):
+            with timed(times, "save"):  # now, while the weights are where they can be read
+                self.save(f"step_{step:06d}")
         with timed(times, "sync"):
-            metrics |= self.sync.push(version=step)
+            metrics |= self.fleet.push(version=step)
         metrics["skipped_updates"] = self.skipped.count
+        metrics["rollout/restarts"] = self.fleet.restarts
         times["step"] = time.perf_counter() - start
         self.run.log_samples(step, samples[: self.config.trainer.num_logged_samples])
         num_tokens = sum(len(sample.token_ids) for sample in samples)
         return {
             "step": step,
             **metrics,
-            **residue,
+            **memory,
             **{f"time/{name}_s": seconds for name, seconds in times.items()},
             "perf/tokens_per_s": num_tokens / times["step"],
         }
 
-    def place(self, phase: Phase, times: dict[str, float]) -> dict[str, float]:
-        """Hold on the actor's GPUs what `phase` needs, and in host memory the rest, as far as roles.actor.offload says.
-        Returns what is taken of the fullest GPU then, as a metric."""
-        if self.config.roles.actor.offload == "none":
-            return {}
+    def place(self, phase: Phase, times: dict[str, float]) -> None:
+        """Hold on the actor's GPUs what `phase` needs, and in host memory the rest, as far as the config says; servers that
+        share them leave first. A push gives the GPUs back to those."""
+        if not self.shares_memory:
+            return
         with timed(times, "offload"):
-            return {"memory/actor_gpu_gb": self.actor.place(phase) / 1e9}
+            if phase != "generate":
+                self.fleet.make_room()
+            self.actor.place(phase)
+
+    @property
+    def shares_memory(self) -> bool:
+        return self.config.placement == "colocated" or self.config.roles.actor.offload not in (None, "none")
+
+    def memory(self, phase: Phase) -> dict[str, float]:
+        """What is taken of the fullest of the actor's GPUs at the end of a phase, by everything."""
+        if not self.shares_memory or (used := self.actor.used_bytes()) == 0:
+            return {}
+        return {f"memory/{phase}_gpu_gb": used / 1e9}
 
     def generate(self, prompts: list[Prompt], version: int) -> list[Sample]:
-        samples = self.client.generate(prompts, self.config.algorithm.group_size, self.inputs.tokenizer)
+        samples = self.fleet.generate(prompts, self.config.algorithm.group_size, self.inputs.tokenizer)
         stale = {sample.policy_version for sample in samples} - {(version, version)}
         if stale:
             raise RunError(f"samples of policy versions {sorted(stale)} where all should be of version {version}")
@@ -248,17 +268,41 @@ class Trainer:
         if not self.inputs.validation:
             return
         self.place("generate", {})
-        samples = self.client.generate(self.inputs.validation, 1, self.inputs.tokenizer, temperature=0.0)
+        samples = self.fleet.generate(self.inputs.validation, 1, self.inputs.tokenizer, temperature=0.0)
         score(samples, self.reward)
         mean = sum(sample.reward for sample in samples) / len(samples)
         self.run.log_metrics({"step": step, "validation/reward_mean": mean, "validation/num_prompts": len(samples)})
         self.console.line(f"validation after step {step}: mean reward {mean:.3f} on {len(samples)} held-out prompts")
 
-    def save(self, step: int) -> None:
+    def is_due(self, step: int, every: int) -> bool:
+        return step == self.config.trainer.steps or (every > 0 and step % every == 0)
+
+    def save(self, name: str) -> None:
         self.place("score", {})
-        folder = self.run.checkpoint(step)
+        folder = self.run.checkpoint(name)
         self.actor.save(str(folder.resolve()))
         self.console.line(f"checkpoint {folder}")
+
+    @contextmanager
+    def saving_on_interrupt(self, step: int):
+        """After Ctrl-C or SIGTERM the weights as they are, if the config says so; a second one ends that too."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            if self.config.trainer.save_on_interrupt:
+                self.console.line(f"interrupted in step {step}: saving; once more to end at once")
+                self.save(f"interrupted_{step:06d}")
+            raise
+
+
+def make_fleet(
+    config: Config, inputs: Inputs, cluster: Cluster, client: RolloutClient, actor: RoleGroup, console: Console
+) -> Fleet:
+    limit = config.sync.canary_diff_limit or CANARY_DIFF_LIMIT[config.model.dtype]
+    canary = Canary(actor, client, inputs.vocab_size, inputs.context_length, limit)
+    placement = ColocatedSync if config.placement == "colocated" else BroadcastSync
+    sync = placement(actor, client, config.rollout.tensor_parallel, config.sync, canary)
+    return Fleet(cluster, client, sync, config.rollout.max_restarts, console.line)
 
 
 def rollout_client(config: Config, urls: list[str], inputs: Inputs) -> RolloutClient:

@@ -22,9 +22,12 @@ TAG = "MEGARL_TEST_RUN"  # in the environment of a run and so of all its descend
 
 
 class Run:
-    """`megarl train ...` as a child; use as a context, which fails if any process or shared memory outlives it."""
+    """`megarl train ...` as a child; use as a context, which fails if any process or shared memory outlives it.
 
-    def __init__(self, folder: Path, *arguments: str):
+    `inside` is a command that runs the command after it, elsewhere.
+    """
+
+    def __init__(self, folder: Path, *arguments: str, inside: tuple[str, ...] = ()):
         self.folder = folder
         self.tag = uuid.uuid4().hex
         self.shared_memory = shared_memory()
@@ -33,7 +36,7 @@ class Run:
         environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         with open(self.output_path, "wb") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", DIES_WITH_THE_TEST, "train", *arguments],
+                [*inside, sys.executable, "-c", DIES_WITH_THE_TEST, "train", *arguments],
                 cwd=folder,
                 env=environment,
                 stdout=output,
@@ -73,13 +76,17 @@ class Run:
         assert self.process.poll() is None, self.output
 
     def descendants(self) -> dict[int, str]:
-        """pid -> command line of every living process of this run."""
-        found = {}
-        for path in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                if f"{TAG}={self.tag}".encode() in (path / "environ").read_bytes():
-                    found[int(path.name)] = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode()[:200]
-        return found
+        return tagged_processes(self.tag)
+
+
+def tagged_processes(tag: str) -> dict[int, str]:
+    """pid -> command line of every living process with the tag."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if f"{TAG}={tag}".encode() in (path / "environ").read_bytes():
+                found[int(path.name)] = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode()[:200]
+    return found
 
 
 def steps(run_path: Path) -> list[dict]:

@@ -50,12 +50,18 @@ def test_a_word_that_is_no_override_is_refused_with_code_2(capsys):
     assert capsys.readouterr().err == "megarl: error: override fast: key.path=value is expected\n"
 
 
-@pytest.mark.parametrize("arguments", [[], ["fly"], ["train"], ["train", QUICKSTART, "--dry"], ["train", "x", "-x"]])
+@pytest.mark.parametrize("arguments", [[], ["fly"], ["train"], ["train", QUICKSTART, "--dry"], ["train", "x", "-x"], ["clean", "--ray"]])
 def test_wrong_arguments_exit_with_2(arguments, capsys):
     with pytest.raises(SystemExit) as exit_:
         cli.main(arguments)
     assert exit_.value.code == 2
     assert "usage: megarl" in capsys.readouterr().err
+
+
+def test_run_ids_to_clean_may_stand_on_both_sides_of_an_option():
+    for arguments in (["a", "b", "--dry-run"], ["--dry-run", "a", "b"], ["a", "--ray-address", "r", "b"]):
+        assert cli.parse(["clean", *arguments]).run_ids == ["a", "b"]
+    assert cli.parse(["clean"]).run_ids == []
 
 
 def test_version(capsys):

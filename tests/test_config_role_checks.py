@@ -43,7 +43,15 @@ DENSE_CASES = [
         "2 * 1 * 1 = 2; nearest valid gpus_per_node: 2, 4",
     ),
     ({"tensor_parallel": 2}, "is not divisible by tensor_parallel"),
-    ({"nodes": 2, "tensor_parallel": 2}, "the 1 gpus_per_node must hold whole tensor-parallel groups; valid: 1"),
+    (
+        {"nodes": 2, "tensor_parallel": 2},
+        "given 2, but the 1 gpus_per_node must hold whole tensor-parallel groups; valid: 1, or with "
+        "roles.actor.tensor_parallel_across_nodes: true a multiple of 1",
+    ),
+    (
+        {"nodes": 2, "gpus_per_node": 3, "tensor_parallel": 2, "tensor_parallel_across_nodes": True},
+        "given 2, but the 3 gpus_per_node must hold whole tensor-parallel groups; valid: 1, 3, or with ",
+    ),
     ({"pipeline_parallel": 5, "gpus_per_node": 5}, "must divide the model's 24 layers; valid: 1, 2, 3, 4, 6, 8, 12, 24"),
     ({"virtual_pipeline_parallel": 2}, "given 2, but roles.actor.pipeline_parallel is 1: there is no pipeline to interleave"),
     (
@@ -121,6 +129,7 @@ def test_what_a_model_with_experts_rules_out(moe, settings, text):
 def test_layouts_that_fit_are_accepted(folder):
     load("base.yaml", actor(gpus_per_node=8, tensor_parallel=2, pipeline_parallel=2, virtual_pipeline_parallel=3, sequence_parallel=True))
     load("base.yaml", actor(recompute="selective", recompute_modules=["core_attn", "mlp"], offload="all"))
+    load("base.yaml", actor(nodes=4, tensor_parallel=2, tensor_parallel_across_nodes=True))
 
 
 def test_expert_layouts_that_fit_are_accepted(moe):

@@ -118,6 +118,7 @@ def test_a_killed_rank_ends_the_run_and_is_named(tmp_path):
         assert_servers_follow_the_actor(run)
         ranks = [pid for pid, command in run.descendants().items() if "EngineWorker" in command]
         assert len(ranks) == 2, run.descendants()
-        os.kill(ranks[1], signal.SIGKILL)
+        log = str(tmp_path / "runs/test/logs/actor-1.log")
+        os.kill(next(pid for pid in ranks if os.readlink(f"/proc/{pid}/fd/1") == log), signal.SIGKILL)
         assert run.wait(ENDS_S) == 1
-        assert_one_sentence(run, "actor rank")
+        assert_one_sentence(run, f"\nactor rank 1 died; log {log}:\n  | ")

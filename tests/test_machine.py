@@ -1,6 +1,6 @@
 import socket
 
-from megarl.machine import sees_gpu, why_port_unusable
+from megarl.machine import interface_of, sees_gpu, why_port_unusable
 
 
 def test_hidden_gpus_are_not_seen(monkeypatch):
@@ -20,3 +20,8 @@ def test_a_listening_port_is_in_use_until_it_is_closed():
 
 def test_ports_outside_the_range_are_refused():
     assert why_port_unusable(0) == why_port_unusable(65536) == "is outside 1..65535"
+
+
+def test_the_interface_of_an_address_is_found():
+    assert interface_of("127.0.0.1") == "lo"
+    assert interface_of("0.0.0.0") is None

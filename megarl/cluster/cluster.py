@@ -4,14 +4,18 @@ import contextlib
 import os
 import shutil
 import signal
-import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import ray
+from ray.job_config import JobConfig
+from ray.util.placement_group import PlacementGroup, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megarl.cluster import placement
+from megarl.cluster.clean import make_folder, remove_stale_folders
 from megarl.cluster.role import RoleGroup
+from megarl.cluster.run_tag import RunTag, new_run_id
 from megarl.cluster.waiting import raise_failed, wait_all
 from megarl.cluster.workers import EngineWorker, ServerWorker
 from megarl.config import Config
@@ -19,42 +23,66 @@ from megarl.errors import RunError
 
 OBJECT_STORE_BYTES = 2**30  # samples pass through it, weights never do
 STOP_TIMEOUT_S = 15.0
-FOLDER_PREFIX = "megarl-ray-"  # then the trainer's pid
 
 
 class Cluster:
     """A context: enter it to have Ray and the roles' room, leave it and nothing is left, whatever happened inside."""
 
-    def __init__(self, config: Config, device: str, log_directory: Path):
+    def __init__(
+        self,
+        config: Config,
+        device: str,
+        log_directory: Path,
+        run_id: str | None = None,
+        report: Callable[[str], None] = print,
+    ):
+        """All that is started carries `run_id`, by default a new one; `report` gets the lines of a wait for room."""
+        self.tag = RunTag.of_this_process(run_id or new_run_id(config.name))
+        self.report = report
         self.config = config
         self.device = device
         self.log_directory = log_directory.resolve()
         self._on_exit = contextlib.ExitStack()
         self._servers: dict[str, ray.actor.ActorHandle] = {}
+        self._roles: dict[str, RoleGroup] = {}
 
     def __enter__(self) -> "Cluster":
         with contextlib.ExitStack() as stack:
             self._start_ray(stack)
             self._requests = placement.group_requests(self.config, self.device)
-            self._groups = placement.place(self._requests, self.config.cluster.placement_timeout_s)
+            self._groups = placement.place(
+                self._requests, self.tag.run_id, self.config.cluster.placement_timeout_s, self.report
+            )
             stack.callback(placement.remove, self._groups)
             stack.callback(self._stop_servers)
             self._on_exit = stack.pop_all()
         return self
 
-    def __exit__(self, *exception) -> None:
-        self._on_exit.close()
+    def __exit__(self, kind, error, traceback) -> None:
+        """A RunError leaves with what is known of the processes that died or hang, and the ends of their logs."""
+        with self._on_exit:
+            if isinstance(error, RunError) and (deaths := self._deaths(str(error))):
+                raise RunError("\n".join([str(error), *deaths])) from error
 
     def start_servers(self) -> None:
         """Start all rollout servers and return at once; `wait_servers` waits for them, `check_servers` does not."""
         rollout, model = self.config.rollout, self.config.model
-        for index, group in enumerate(self._role_groups(placement.SERVER)):
+        shared_gpus = self._actor_gpus() if self._colocated and self.device == "cuda" else None
+        for index in range(rollout.servers):
+            first_rank = index * rollout.tensor_parallel
+            if self._colocated:  # the rank has the bundle's GPU, and both use it
+                group, bundle, gpus = self._role_groups("actor")[0], first_rank, 0
+                cpus = placement.colocated_cpus(self.config)
+            else:
+                group, bundle, gpus = self._role_groups(placement.SERVER)[index], 0, rollout.tensor_parallel
+                cpus = rollout.cpus_per_server
             # Ray would SIGKILL a dying worker's children; ours must live to end the server (rollout/launch.py).
             keep_children = {"RAY_kill_child_processes_on_worker_exit": "false"}
-            options = self._in_bundle(group, 0, rollout.cpus_per_server, rollout.tensor_parallel, keep_children)
+            name = f"{placement.SERVER}/{index}"
+            options = self._in_bundle(name, group, bundle, cpus, gpus, keep_children)
             # The second thread is for `stop`, which must not queue behind `wait_ready`.
             server = ray.remote(ServerWorker).options(**options, max_concurrency=2).remote(
-                log_path=str(self.log_directory / f"server-{index}.log"),
+                log_path=self._server_log(index),
                 model_path=str(Path(model.path).resolve()),
                 dtype=model.dtype,
                 device=self.device,
@@ -63,6 +91,8 @@ class Cluster:
                 server_args={"random_seed": self.config.seed + index} | rollout.server_args,
                 start_timeout_s=rollout.start_timeout_s,
                 this_machine_only=self.config.cluster.ray_address is None,
+                shared_gpus=shared_gpus,
+                first_gpu=first_rank,
             )
             self._servers[f"rollout server {index}"] = server
         self._ready = {name: server.start.remote() for name, server in self._servers.items()}
@@ -71,20 +101,40 @@ class Cluster:
         """The servers' URLs, once all of them generate. Raises RunError with the log's end of one that does not."""
         return wait_all(self._ready, "starting", self.config.rollout.start_timeout_s + STOP_TIMEOUT_S)
 
+    def restart_server(self, index: int) -> ray.ObjectRef:
+        """Kill what is left of a server and start it anew; returns at once."""
+        return self._servers[f"rollout server {index}"].restart.remote()
+
+    def has_started(self, start: ray.ObjectRef) -> bool:
+        """Whether a restarted server is ready, or has failed."""
+        return bool(ray.wait([start], timeout=0)[0])
+
+    def wait_server(self, index: int, start: ray.ObjectRef) -> str:
+        """The URL of a restarted server. Raises RunError as `wait_servers` does."""
+        name, timeout_s = f"rollout server {index}", self.config.rollout.start_timeout_s + 2 * STOP_TIMEOUT_S
+        return wait_all({name: start}, "starting again", timeout_s)[0]
+
     def check_servers(self) -> None:
         """Raise RunError now if a server that was started has failed already."""
         raise_failed(self._ready, "starting")
 
-    def server_deaths(self) -> list[str]:
-        """For each server that is dead, how it died."""
+    def _deaths(self, known: str) -> list[str]:
+        """How servers and ranks died, but for a server whose log `known` cites already."""
         reports = {name: server.death_report.remote() for name, server in self._servers.items()}
         deaths = []
-        for name, report in reports.items():
+        for index, (name, report) in enumerate(reports.items()):
+            if self._server_log(index) in known:
+                continue
             try:
                 deaths += wait_all({name: report}, "asking how it died", STOP_TIMEOUT_S)
             except RunError as error:
                 deaths.append(str(error))
-        return [death for death in deaths if death]
+        return [death for death in deaths if death] + [
+            death for role in self._roles.values() for death in role.deaths()
+        ]
+
+    def _server_log(self, index: int) -> str:
+        return str(self.log_directory / f"server-{index}.log")
 
     def _stop_servers(self) -> None:
         """All at the same time: a server needs seconds to end."""
@@ -97,20 +147,40 @@ class Cluster:
     def start_role(self, name: str) -> RoleGroup:
         """All ranks of `actor` or `critic` with the model loaded."""
         role = self.config.roles.megatron[name]
-        groups = self._role_groups(name)
-        cpus = next(request.cpus for request in self._requests if request.role == name)
-        handles = []
-        for rank in range(role.world_size):
-            node, bundle = divmod(rank, role.gpus_per_node)
-            options = self._in_bundle(groups[node], bundle, cpus, 1, self._rank_environment())
-            handle = ray.remote(EngineWorker).options(**options).remote(rank, str(self.log_directory / f"{name}-{rank}.log"))
-            handles.append(handle)
-            self._on_exit.callback(ray.kill, handle)
-        group = RoleGroup(name, handles, self.config.cluster.call_timeout_s)
+        if self._colocated and name == "actor":
+            role = role.model_copy(update={"offload": "all"})
         model = self.config.model.model_copy(update={"path": str(Path(self.config.model.path).resolve())})
         head = "value" if name == "critic" else "lm"
+        group = self._ranks(name)
         group.start(model, role, head, self.config.seed, self.config.cluster.start_timeout_s)
         return group
+
+    def _ranks(self, name: str) -> RoleGroup:
+        """The role's processes, made at the first call."""
+        if name in self._roles:
+            return self._roles[name]
+        role = self.config.roles.megatron[name]
+        groups = self._role_groups(name)
+        logs = [self.log_directory / f"{name}-{rank}.log" for rank in range(role.world_size)]
+        nodes = [node_of(group) for group in groups for _ in range(role.gpus_per_node)]
+        handles = []
+        for rank, log in enumerate(logs):
+            node, bundle = divmod(rank, role.gpus_per_node)
+            cpus = role.rank_cpus(self.device)
+            options = self._in_bundle(f"{name}/{rank}", groups[node], bundle, cpus, 1, self._rank_environment())
+            handle = ray.remote(EngineWorker).options(**options).remote(rank, str(log))
+            handles.append(handle)
+            self._on_exit.callback(ray.kill, handle)
+        self._roles[name] = RoleGroup(name, handles, logs, nodes, self.config.cluster.call_timeout_s)
+        return self._roles[name]
+
+    @property
+    def _colocated(self) -> bool:
+        return self.config.placement == "colocated"
+
+    def _actor_gpus(self) -> str:
+        """The actor's GPUs in rank order, as CUDA_VISIBLE_DEVICES."""
+        return ",".join(self._ranks("actor").visible_gpus(self.config.cluster.start_timeout_s))
 
     def _role_groups(self, role: str) -> list:
         return [group for request, group in zip(self._requests, self._groups) if request.role == role]
@@ -120,43 +190,47 @@ class Cluster:
         address = self.config.cluster.ray_address
         local = {}
         if address is None:
-            # Unix sockets live below it and their paths must stay under 107 characters.
             remove_stale_folders()
-            folder = tempfile.mkdtemp(prefix=f"{FOLDER_PREFIX}{os.getpid()}-", dir="/tmp")
+            folder = make_folder(self.tag)
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
-            local = {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES, "_temp_dir": folder}
+            local = {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES, "_temp_dir": str(folder)}
             if self.device == "cpu":
                 local["num_gpus"] = 0
         try:
-            ray.init(address=address or "local", log_to_driver=False, logging_level="ERROR", **local)
+            ray.init(
+                address=address or "local",
+                namespace=self.tag.run_id,
+                job_config=JobConfig(metadata=self.tag.variables),
+                log_to_driver=False,
+                logging_level="ERROR",
+                **local,
+            )
         except (OSError, RuntimeError, ValueError) as error:
             raise RunError(f"cluster.ray_address: cannot use Ray at {address or 'this machine'}: {error}") from error
         stack.callback(ray.shutdown)
         for number in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C; ray.init has put its own handler in place
             signal.signal(number, signal.default_int_handler)
 
-    def _in_bundle(self, group, bundle: int, cpus: float, gpus: int, environment: dict[str, str]) -> dict:
-        """Ray options that pin an actor to a bundle; an actor outside its group could wait for ever, in silence."""
+    def _in_bundle(self, name: str, group, bundle: int, cpus: float, gpus: int, environment: dict[str, str]) -> dict:
+        """Ray options that name an actor and pin it to a bundle: outside of one it could wait for ever, in silence."""
         hidden = {"CUDA_VISIBLE_DEVICES": ""} if self.device == "cpu" else {}
         return {
+            "name": f"{self.tag.run_id}/{name}",
             "num_cpus": cpus,
             "num_gpus": gpus if self.device == "cuda" else 0,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle),
-            "runtime_env": {"env_vars": hidden | environment},
+            "runtime_env": {"env_vars": hidden | environment | self.tag.variables},
         }
 
     def _rank_environment(self) -> dict[str, str]:
         if self.device == "cuda":
             # SGLang sets CUMEM=0 in its servers, and both ends of a broadcast must agree. Multicast stays off.
             return {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-        # Where the machine's own name does not resolve, gloo finds no other interface.
         loopback = {"GLOO_SOCKET_IFNAME": "lo"} if self.config.cluster.ray_address is None else {}
         return {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", **loopback}
 
 
-def remove_stale_folders() -> None:
-    """Ray's folders of trainers that were killed before they could remove them."""
-    for folder in Path("/tmp").glob(f"{FOLDER_PREFIX}*-*"):
-        pid = folder.name.removeprefix(FOLDER_PREFIX).split("-")[0]
-        if not Path(f"/proc/{pid}").exists():
-            shutil.rmtree(folder, ignore_errors=True)
+def node_of(group: PlacementGroup) -> str:
+    """The name of the node that holds a STRICT_PACK group."""
+    node_id = placement_group_table(group)["bundles_to_node_id"][0]
+    return next(node["NodeName"] for node in ray.nodes() if node["NodeID"] == node_id)

@@ -1,21 +1,35 @@
 """The trainer's view of a Megatron role: one method per thing that all its ranks do together."""
 
+from collections.abc import Callable
+from pathlib import Path
+
 import ray
 import torch
 
-from megarl.cluster.waiting import wait_all
+from megarl.cluster.waiting import wait_all, who_is_gone
 from megarl.config import ModelConfig, OptimizerConfig, Phase, RoleConfig
+from megarl.logs import log_end
 from megarl.sample import Sample
+
+ANSWER_S = 5.0  # after a failure: for a rank that is in no call to say so, and for Ray to notice a death
+NUM_LOGS = 4  # a message shows the ends of at most so many ranks' logs
 
 
 class RoleGroup:
     """All ranks of a role, in rank order. Every method raises RunError naming the rank that failed or was late."""
 
-    def __init__(self, name: str, handles: list, call_timeout_s: float):
+    def __init__(self, name: str, handles: list, logs: list[Path], nodes: list[str], call_timeout_s: float):
+        """`logs`: the file that each rank prints to, on its node, whose name is in `nodes`."""
         self.name = name
         self.handles = handles
+        self.logs = logs
+        self.nodes = nodes
         self.call_timeout_s = call_timeout_s
         self.places: list[dict] = []
+
+    def visible_gpus(self, timeout_s: float) -> list[str]:
+        """The GPU of each rank, as its CUDA_VISIBLE_DEVICES names it; may be called before `start`."""
+        return wait_all(self._refs("visible_gpu"), f"starting the {self.name}", timeout_s)
 
     def start(self, model: ModelConfig, role: RoleConfig, head: str, seed: int, timeout_s: float) -> None:
         """Load the model on all ranks; returns when every rank is ready."""
@@ -32,6 +46,17 @@ class RoleGroup:
     def live_paths(self) -> dict[str, str]:
         """What `megarl.engine.fused.live_paths` says on rank 0."""
         return self.places[0]["live_paths"]
+
+    def deaths(self) -> list[str]:
+        """A report for each rank that died, then for each that hangs; the ends of the first few ranks' logs."""
+        refs = self._refs("address")
+        logs = dict(zip(refs, zip(self.logs, self.nodes)))
+        reports = []
+        for name, how in who_is_gone(refs, ANSWER_S).items():
+            log, node = logs[name]
+            where = log_end(log, node) if len(reports) < NUM_LOGS else f"log {log} on node {node}"
+            reports.append(f"{name} {how}; {where}")
+        return reports
 
     def use_optimizer(self, settings: OptimizerConfig) -> None:
         self._all("use_optimizer", settings)
@@ -54,16 +79,29 @@ class RoleGroup:
         self, samples: list[Sample], temperature: float, reference: bool = False
     ) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
         """(log-probs, entropy) of each sample, [L] float32; no entropy of the reference."""
-        scored = self._by_sample("logprobs", samples, temperature, reference)
-        return [tuple(None if x is None else torch.tensor(x) for x in arrays) for arrays in scored]
+        return self.start_logprobs(samples, temperature, reference)()
+
+    def start_logprobs(self, samples: list[Sample], temperature: float, reference: bool = False) -> Callable[[], list]:
+        """The same, behind what the ranks do now; the returned function waits for it."""
+        refs = self._refs("logprobs", ray.put(samples), temperature, reference)
+
+        def wait() -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+            scored = _by_sample(wait_all(refs, "logprobs", self.call_timeout_s))
+            return [tuple(None if x is None else torch.tensor(x) for x in arrays) for arrays in scored]
+
+        return wait
 
     def values(self, samples: list[Sample]) -> list[torch.Tensor]:
         """The critic's values of each sample, [L] float32."""
-        return [torch.tensor(values) for values in self._by_sample("values", samples)]
+        return [torch.tensor(values) for values in _by_sample(self._all("values", ray.put(samples)))]
 
-    def place(self, phase: Phase) -> int:
-        """`Engine.place` on all ranks; the bytes taken of the fullest GPU."""
-        return max(self._all("place", phase))
+    def place(self, phase: Phase) -> None:
+        """`Engine.place` on all ranks."""
+        self._all("place", phase)
+
+    def used_bytes(self) -> int:
+        """What is taken of the fullest of the role's GPUs by all that runs on it; 0 on CPU."""
+        return max(self._all("used_bytes"))
 
     def save(self, folder: str) -> None:
         self._all("save", folder)
@@ -85,19 +123,17 @@ class RoleGroup:
     def start_join(self, stage: int, *arguments) -> dict[str, ray.ObjectRef]:
         return self._refs("join_weights_group", *arguments, ranks=self._stage_ranks(stage))
 
-    def start_send(self, stage: int) -> dict[str, ray.ObjectRef]:
-        return self._refs("send_weights", ranks=self._stage_ranks(stage))
+    def start_send(self, stage: int, timeout_s: float) -> dict[str, ray.ObjectRef]:
+        """`timeout_s` bounds each bucket."""
+        return self._refs("send_weights", timeout_s, ranks=self._stage_ranks(stage))
+
+    def start_share(self, stage: int, servers: dict[str, int], version: str | None, timeout_s: float) -> dict[str, ray.ObjectRef]:
+        """Hand the stage's buckets to servers (url -> number of ranks) on the same machine; `timeout_s` bounds each."""
+        return self._refs("share_weights", servers, version, timeout_s, ranks=self._stage_ranks(stage))
 
     def _stage_ranks(self, stage: int) -> list[int]:
         """The ranks that help to send the stage."""
         return [r for r, place in enumerate(self.places) if place["stage"] == stage and place["helps_to_send"]]
-
-    def _by_sample(self, method: str, samples: list[Sample], *arguments) -> list:
-        """What the replicas return for their parts of `samples`, in the order of `samples`."""
-        merged = {}
-        for result in self._all(method, ray.put(samples), *arguments):
-            merged |= result
-        return [merged[i] for i in range(len(samples))]
 
     def _refs(self, method: str, *arguments, ranks: list[int] | None = None) -> dict[str, ray.ObjectRef]:
         chosen = range(len(self.handles)) if ranks is None else ranks
@@ -105,3 +141,9 @@ class RoleGroup:
 
     def _all(self, method: str, *arguments) -> list:
         return wait_all(self._refs(method, *arguments), method, self.call_timeout_s)
+
+
+def _by_sample(results: list[dict[int, object]]) -> list:
+    """What the replicas return for their parts of the samples, in the order of the samples."""
+    merged = {index: value for result in results for index, value in result.items()}
+    return [merged[index] for index in range(len(merged))]

@@ -32,6 +32,21 @@ def raise_failed(refs: dict[str, ray.ObjectRef], what: str) -> None:
             _raise_if_failed(name, ref, what)
 
 
+def who_is_gone(refs: dict[str, ray.ObjectRef], timeout_s: float) -> dict[str, str]:
+    """What became of those who should answer a trivial call and do not, by name; first of those who died."""
+    answered, silent = ray.wait(list(refs.values()), num_returns=len(refs), timeout=timeout_s)
+    died = {}
+    for name, ref in refs.items():
+        try:
+            if ref in answered:
+                ray.get(ref)
+        except RayTaskError:
+            continue  # it lives
+        except RayError:
+            died[name] = "died"
+    return died | {name: f"does not answer within {timeout_s:g} s" for name, ref in refs.items() if ref in silent}
+
+
 def _raise_if_failed(name: str, ref: ray.ObjectRef, what: str) -> None:
     try:
         ray.get(ref)
@@ -41,4 +56,7 @@ def _raise_if_failed(name: str, ref: ray.ObjectRef, what: str) -> None:
             raise type(cause)(str(cause)) from None
         raise RunError(f"{what}: {name} failed with {type(cause).__name__}: {cause}") from error
     except RayError as error:
-        raise RunError(f"{what}: the process of {name} died: {error}") from error
+        # Without the actor's ids and the guesses at causes, which are the same for every death.
+        lines = [line for line in str(error).splitlines() if not line.startswith("\t")]
+        text = "\n".join(line.partition(" Some common causes include")[0] for line in lines)
+        raise RunError(f"{what}: the process of {name} died: {text}") from error

@@ -10,13 +10,20 @@ import socket
 import sys
 from pathlib import Path
 
+from megarl.machine import interface_of
+
 
 class EngineWorker:
     """One rank: holds the Engine for `RoleGroup`."""
 
     def __init__(self, rank: int, log_path: str):
+        import ray
+
         self.rank = rank
         redirect_output(log_path)
+        # Else gloo takes what the host name resolves to: often the loopback, which other nodes cannot reach.
+        if interface := interface_of(ray.util.get_node_ip_address()):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
     def address(self) -> tuple[str, int]:
         """(address, free port) of this rank's node, for a store that this rank hosts."""
@@ -25,6 +32,9 @@ class EngineWorker:
         with socket.socket() as s:
             s.bind(("", 0))
             return ray.util.get_node_ip_address(), s.getsockname()[1]
+
+    def visible_gpu(self) -> str:
+        return os.environ.get("CUDA_VISIBLE_DEVICES", "")
 
     def start(
         self,
@@ -45,12 +55,11 @@ class EngineWorker:
         parallel.initialize(self.rank, world_size, master_address, master_port, role, seed, collective_timeout_s)
         self.model_path = model.path
         self.engine = Engine(model, role, head)
-        self.helps_to_send = parallel.helps_to_send()
         gc.collect()
         gc.freeze()  # a full collection would walk all imported modules while the GPU waits
         return {
             "stage": parallel.pipeline_parallel_rank(),
-            "helps_to_send": self.helps_to_send,
+            "helps_to_send": parallel.helps_to_send(),
             "sends_weights": parallel.sends_weights(),
             "backend": parallel.backend(),
             "live_paths": live_paths(self.engine.use_te),
@@ -73,20 +82,28 @@ class EngineWorker:
     def values(self, samples: list) -> dict:
         return {index: values.numpy() for index, values in self.engine.values(samples).items()}
 
-    def place(self, phase: str) -> int:
-        return self.engine.place(phase)
+    def place(self, phase: str) -> None:
+        self.engine.place(phase)
+
+    def used_bytes(self) -> int:
+        from megarl.engine import parallel
+
+        return parallel.used_bytes()
 
     def plan_buckets(self, bucket_bytes: int) -> list:
         from megarl.engine.weights import WeightSender
 
         self.sender = WeightSender(self.engine, bucket_bytes)
-        return self.sender.plan() if self.helps_to_send else []
+        return self.sender.plan()
 
     def join_weights_group(self, *args) -> None:
         self.sender.join(*args)
 
-    def send_weights(self) -> None:
-        self.sender.send()
+    def send_weights(self, timeout_s: float) -> None:
+        self.sender.send(timeout_s)
+
+    def share_weights(self, *args) -> None:
+        self.sender.share(*args)
 
     def save(self, folder: str) -> None:
         from megarl.engine import checkpoint
@@ -113,6 +130,11 @@ class ServerWorker:
         self.server.start()
         self.server.wait_ready()
         return self.server.url
+
+    def restart(self) -> str:
+        """The same after its end, whatever state it is in."""
+        self.server.stop()
+        return self.start()
 
     def death_report(self) -> str | None:
         """After a failure: a server whose connections broke may still be on its way out."""

@@ -57,6 +57,7 @@ class Engine:
         """
         self.shape = ModelShape.read(model.path)
         self.role = role
+        self.offload = role.offload or "none"
         self.head = head
         self.dtype = getattr(torch, model.dtype)
         self.use_te = use_transformer_engine(model.transformer_impl, self.dtype)
@@ -205,12 +206,19 @@ class Engine:
         what is exported of a parameter: a tensor of its shape.
         """
         self.require("score")
+        yield from self._hf_tensors(read, parallel.sends_weights())
+
+    def hf_shapes(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The same without the values: meta tensors on every rank, and no collective."""
+        return self._hf_tensors(lambda parameter: parameter.detach().to("meta"), True)
+
+    def _hf_tensors(self, read, wanted: bool) -> Iterator[tuple[str, torch.Tensor]]:
         for chunk in self.chunks:
             for key, parameter in parameters_of(chunk, self.shape):
                 if key.line == "output_layer.weight" and self.shape.tied:
                     continue
                 for part, shards in self._gathered(key, read(parameter)):
-                    if parallel.sends_weights():
+                    if wanted:
                         yield from zip(part.hf_names(self.shape), from_shards(self.shape, part, shards))
                     else:
                         yield from ((name, parameter.new_empty(0)) for name in part.hf_names(self.shape))
@@ -226,29 +234,27 @@ class Engine:
         for rank, shards_of_rank in enumerate(by_rank):
             yield Parameter(key.line, key.layer, rank * num_local + key.expert % num_local), list(shards_of_rank)
 
-    def place(self, phase: Phase) -> int:
-        """Hold on the device what `phase` needs, move the rest of what `role.offload` names to host memory.
+    def place(self, phase: Phase) -> None:
+        """Hold on the device what `phase` needs, move the rest of what the role's `offload` names to host memory.
 
-        generate: nothing; score: the weights; update: gradients and optimizer too. Returns the bytes that are then taken of
-        the GPU (`parallel.used_bytes`).
+        generate: nothing; score: the weights; update: gradients and optimizer too.
         """
-        if self.role.offload != "none" and phase != self._phase:
+        if self.offload != "none" and phase != self._phase:
             self._moved_weights.move_in()
             if phase == "update":
                 self._moved_optimizer.move_in()
             else:
                 self._moved_optimizer.move_out(kept=self._optimizer_tensors(), dropped=self._gradients())
-            if phase == "generate" and self.role.offload == "all":
+            if phase == "generate" and self.offload == "all":
                 self._moved_weights.move_out(kept=self._weights())
             parallel.synchronize()
             parallel.free_cache()
         self._phase = phase
-        return parallel.used_bytes()
 
     def require(self, phase: Phase) -> None:
         order = ("generate", "score", "update")
-        weights_stay = self.role.offload == "optimizer" and phase == "score"
-        held = self.role.offload == "none" or weights_stay or order.index(self._phase) >= order.index(phase)
+        weights_stay = self.offload == "optimizer" and phase == "score"
+        held = self.offload == "none" or weights_stay or order.index(self._phase) >= order.index(phase)
         assert held, f"place({phase!r}) comes first: the engine is placed for {self._phase!r}"
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:

@@ -169,6 +169,11 @@ def unlock_pages(host: torch.Tensor) -> None:
         torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(host.data_ptr())))
 
 
+def share_memory_by_name() -> None:
+    """Give other processes our CPU tensors by names in /dev/shm: descriptors need a process that inherits from ours."""
+    torch.multiprocessing.set_sharing_strategy("file_system")
+
+
 def used_bytes() -> int:
     """What is taken of this rank's GPU by all that runs on it, contexts and libraries included; 0 on CPU."""
     if not torch.cuda.is_available():
@@ -219,8 +224,9 @@ def context_parallel_all_gather(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _all_gather(tensor: torch.Tensor, size: int, group) -> list[torch.Tensor]:
-    if size == 1:
-        return [tensor]
+    """Of meta tensors only the shapes, without the other ranks."""
+    if size == 1 or tensor.is_meta:
+        return [tensor] * size
     gathered = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(size)]
     dist.all_gather(gathered, tensor.contiguous(), group=group)
     return gathered

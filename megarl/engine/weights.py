@@ -1,10 +1,21 @@
 """The actor's end of weight sync: a pipeline stage's weights as HF tensors, in buckets, broadcast to the servers."""
 
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
+
+import torch
 import torch.distributed as dist
 
 from megarl.engine import parallel
 from megarl.engine.engine import Engine
-from megarl.rollout.weights_group import Bucket, describe, flatten, init_weights_group
+from megarl.errors import RunError
+from megarl.rollout import orders
+from megarl.rollout.server import post
+from megarl.rollout.weights_group import Bucket, WeightsGroup, describe, fill
+
+POLL_S = 0.0002  # a bucket takes milliseconds
 
 
 class WeightSender:
@@ -12,43 +23,113 @@ class WeightSender:
 
     def __init__(self, engine: Engine, bucket_bytes: int):
         self.engine = engine
-        self.bucket_bytes = bucket_bytes
-        self.group: dist.ProcessGroup | None = None
+        self.buckets = list(buckets_of(engine.hf_shapes(), bucket_bytes))
+        self.group: WeightsGroup | None = None
 
     def plan(self) -> list[Bucket]:
-        """The stage's buckets, in the order in which `send` broadcasts them; [] on ranks that do not send."""
-        buckets = [describe(bucket) for bucket in self._buckets()]
-        return buckets if parallel.sends_weights() else []
+        """The stage's buckets, in the order in which they are sent; [] on ranks that do not send."""
+        return self.buckets if parallel.sends_weights() else []
 
     def join(self, master_address: str, master_port: int, world_size: int, group_name: str, timeout_s: float) -> None:
-        """Make the broadcast group, as its rank 0; returns when all server ranks are in it. Nothing on other ranks."""
-        if parallel.sends_weights():
-            backend = parallel.backend()
-            self.group = init_weights_group(backend, master_address, master_port, 0, world_size, group_name, timeout_s)
+        """Make the broadcast group, as its rank 0; returns when all server ranks are in it. Nothing on other ranks.
 
-    def send(self) -> None:
+        A group from before is given up: one of its servers is gone.
+        """
+        if not parallel.sends_weights():
+            return
+        if self.group is not None:
+            self.group.abort()
+        self.group = WeightsGroup(parallel.backend(), master_address, master_port, 0, world_size, group_name, timeout_s)
+
+    def send(self, timeout_s: float) -> None:
         """Broadcast all buckets of the stage: a collective of the ranks that help, and of the servers for each bucket.
 
-        The next bucket is gathered while one is on the wire, so there are two of them at most.
+        Returns when the servers have loaded them. The next bucket is gathered while one is on the wire. Raises RunError naming
+        the bucket whose broadcast failed or was not done after `timeout_s`, or the ranks of the group that could not load;
+        the ranks that help have then finished all the same.
         """
-        on_the_wire = None
-        for bucket in self._buckets():
-            flat = flatten(bucket) if parallel.sends_weights() else None
-            if on_the_wire is not None:
-                on_the_wire.wait()
-            if flat is not None:
-                on_the_wire = dist.broadcast(flat, src=0, group=self.group, async_op=True)
-        if on_the_wire is not None:
-            on_the_wire.wait()
-        parallel.synchronize()
+        broadcasts: list[dist.Work] = []
+        filled = self.filled()
+        try:
+            for i, bucket in enumerate(filled):
+                broadcasts.append(self.group.broadcast(bucket))
+                if i > 0:
+                    self._wait(broadcasts, i - 1, timeout_s)  # its buffer is the next to be filled
+            self._wait(broadcasts, len(broadcasts) - 1, timeout_s)
+        finally:
+            for _ in filled:  # the ranks that help gather to the end
+                pass
+        errors = {rank: error for rank, error in self.group.reports(timeout_s).items() if error}
+        if errors:
+            raise RunError("; ".join(f"server rank {rank - 1}: {error}" for rank, error in errors.items()))
 
-    def _buckets(self):
-        """Lists of (HF name, tensor) of at most `bucket_bytes`; a larger tensor is a bucket of its own."""
-        bucket, size = [], 0
-        for name, tensor in self.engine.hf_tensors():
-            if bucket and size + tensor.nbytes > self.bucket_bytes:
-                yield bucket
-                bucket, size = [], 0
-            bucket.append((name, tensor))
-            size += tensor.nbytes
-        yield bucket
+    def share(self, servers: dict[str, int], weight_version: str | None, timeout_s: float) -> None:
+        """Hand all buckets of the stage to servers (url -> number of ranks) on this machine, by handles of our memory.
+
+        A collective of the ranks that help. The servers load one bucket while the next is gathered; with the last they get
+        the version. Raises RunError naming the bucket and the server that failed or did not answer within `timeout_s`.
+        """
+        parallel.share_memory_by_name()
+        filled = self.filled()
+        with ThreadPoolExecutor(len(servers)) as pool:
+            answers: list[Future] = []
+            try:
+                for i, bucket in enumerate(filled):
+                    parallel.synchronize()
+                    _wait_answers(answers)
+                    order = {"do": "load", "bucket": self.buckets[i]}
+                    version = weight_version if i + 1 == len(self.buckets) else None
+                    where = f"bucket {i + 1} of {len(self.buckets)}"
+                    bodies = {url: orders.request(order, ranks, version, bucket) for url, ranks in servers.items()}
+                    answers = [pool.submit(post, url + orders.PATH, body, timeout_s, where) for url, body in bodies.items()]
+                _wait_answers(answers)
+            finally:
+                for _ in filled:
+                    pass
+
+    def filled(self) -> Iterator[torch.Tensor]:
+        """The buckets in order, [bytes] uint8 each; of two buffers in turns, so that at most one may still be in use when
+        the next is asked for. A collective of the ranks that help: none of them gets any but the one that sends."""
+        tensors = self.engine.hf_tensors()
+        if not parallel.sends_weights():
+            for _ in tensors:
+                pass
+            return
+        largest = max(bucket.num_bytes for bucket in self.buckets)
+        buffers = [torch.empty(largest, dtype=torch.uint8, device=parallel.device()) for _ in self.buckets[:2]]
+        for i, bucket in enumerate(self.buckets):
+            yield fill(buffers[i % 2], islice(tensors, len(bucket.names)))
+        for _ in tensors:  # the generator's own end
+            pass
+
+    def _wait(self, broadcasts: list[dist.Work], i: int, timeout_s: float) -> None:
+        """Until bucket `i` has left its buffer."""
+        where = f"bucket {i + 1} of {len(self.buckets)}"
+        deadline = time.monotonic() + timeout_s
+        while not broadcasts[i].is_completed():
+            if time.monotonic() > deadline:
+                self.group.abort()  # else its kernel would keep the GPU for ever
+                raise RunError(f"{where}: not received by all servers within {timeout_s:g} s")
+            time.sleep(POLL_S)
+        try:
+            broadcasts[i].wait()
+        except RuntimeError as error:
+            raise RunError(f"{where}: the broadcast failed: {error}") from error
+
+
+def _wait_answers(answers: list[Future]) -> None:
+    for answer in answers:
+        answer.result()
+
+
+def buckets_of(named_tensors: Iterator[tuple[str, torch.Tensor]], bucket_bytes: int) -> Iterator[Bucket]:
+    """Buckets of at most `bucket_bytes`; a larger tensor is one of its own."""
+    bucket, size = [], 0
+    for name, tensor in named_tensors:
+        if bucket and size + tensor.nbytes > bucket_bytes:
+            yield describe(bucket)
+            bucket, size = [], 0
+        bucket.append((name, tensor))
+        size += tensor.nbytes
+    yield describe(bucket)
+

@@ -45,3 +45,9 @@ class Console:
         text += f"  {metrics['time/step_s']:.2f} s  {metrics['perf/tokens_per_s']:.0f} tokens/s"
         self.line(text)
         self.advance()
+
+    def memory(self, metrics: dict) -> None:
+        """What each phase took of the fullest GPU, where that was measured."""
+        taken = {key.split("/")[1].removesuffix("_gpu_gb"): gb for key, gb in metrics.items() if key.startswith("memory/")}
+        if taken:
+            self.line("GPU memory at the end of each phase: " + ", ".join(f"{phase} {gb:.1f} GB" for phase, gb in taken.items()))

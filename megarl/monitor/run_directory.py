@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import yaml
 
+from megarl.cluster.run_tag import new_run_id
 from megarl.config import Config
 from megarl.sample import Sample
 
@@ -22,10 +23,12 @@ class RunDirectory:
 
     def __init__(self, config: Config, command: list[str], device: str):
         self.path = config.run_path
+        self.run_id = new_run_id(config.name)
         for folder in ("logs", "checkpoints"):
             (self.path / folder).mkdir(parents=True, exist_ok=True)
         (self.path / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
-        (self.path / "env.json").write_text(json.dumps(environment(command, config.seed, device), indent=2) + "\n")
+        about = {"run_id": self.run_id} | environment(command, config.seed, device)
+        (self.path / "env.json").write_text(json.dumps(about, indent=2) + "\n")
         self._metrics = open(self.path / "metrics.jsonl", "a", buffering=1)
         self._samples = open(self.path / "samples.jsonl", "a", buffering=1)
 
@@ -33,8 +36,8 @@ class RunDirectory:
     def logs(self) -> Path:
         return self.path / "logs"
 
-    def checkpoint(self, step: int) -> Path:
-        return self.path / "checkpoints" / f"step_{step:06d}"
+    def checkpoint(self, name: str) -> Path:
+        return self.path / "checkpoints" / name
 
     def log_metrics(self, metrics: dict) -> None:
         self._metrics.write(json.dumps(metrics, allow_nan=False) + "\n")

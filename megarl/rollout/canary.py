@@ -2,6 +2,7 @@
 
 import math
 import random
+from collections.abc import Callable
 
 import torch
 
@@ -11,6 +12,7 @@ from megarl.rollout.client import RolloutClient
 from megarl.sample import Prompt, Sample
 
 LENGTH = 64  # tokens
+Expected = Callable[[], list]  # waits for the trainer's (log-probs, entropy) of the canary
 AGREEMENT = 0.1  # servers among themselves, as a share of the limit: they run the same program on the same weights
 
 
@@ -34,14 +36,17 @@ class Canary:
         generator = random.Random(version)
         return [generator.randrange(self.vocab_size - 1) for _ in range(self.length)]
 
-    def check(self, version: int, timeout_s: float) -> float:
-        """The largest difference of a server. Raises RunError naming the server that is off, or the two that disagree."""
+    def ask_trainer(self, version: int) -> Expected:
+        """Have the trainer score the version's sequence; its ranks do so when they come to it."""
         ids = self.token_ids(version)
-        answers = self.client.score_now(ids, timeout_s)  # they work while the trainer does
-        sample = Sample.from_response(Prompt([], ids[:1]), ids[1:], group_id=0, index=0)
-        ((expected, _),) = self.actor.logprobs([sample], temperature=1.0)
-        servers = {url: torch.tensor(values) for url, values in zip(self.client.urls, answers.result(), strict=True)}
-        differences = {url: mean_difference(values, expected) for url, values in servers.items()}
+        return self.actor.start_logprobs([Sample.from_response(Prompt([], ids[:1]), ids[1:], group_id=0, index=0)], 1.0)
+
+    def check(self, version: int, expected: Expected, timeout_s: float) -> float:
+        """The largest difference of a server. Raises RunError naming the server that is off, or the two that disagree."""
+        answers = self.client.score_now(self.token_ids(version), timeout_s).result()
+        servers = {url: torch.tensor(values) for url, values in zip(self.client.urls, answers, strict=True)}
+        ((trainer, _),) = expected()
+        differences = {url: mean_difference(values, trainer) for url, values in servers.items()}
         worst = max(differences, key=lambda url: (math.isnan(differences[url]), differences[url]))
         if not differences[worst] <= self.limit:
             raise RunError(

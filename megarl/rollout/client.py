@@ -9,27 +9,28 @@ plain logits, at temperature 1 whatever is asked, for given ones (`logprobs`).
 
 import asyncio
 import concurrent.futures
+import contextlib
 import json
 import threading
-from collections.abc import Coroutine
-from typing import Any
+from collections.abc import Callable, Coroutine
+from typing import Any, Literal
 
 import aiohttp
 
 from megarl.config import SamplingConfig
 from megarl.errors import RunError
+from megarl.rollout import orders
+from megarl.rollout.health import Health, ServerFault
 from megarl.rollout.responses import abort_message, input_logprobs, read_response
 from megarl.rollout.weights_group import Bucket
 from megarl.sample import Prompt, Sample
 
 FIRST_BACKOFF_S = 0.5  # doubles with each attempt
 CLOSE_S = 10.0
+POLL_S = 0.5  # between two calls of `while_waiting`
+HEALTH_TIMEOUT_S = 25.0  # SGLang answers after a token, or after 20 s that it has none
 ABORTED_STATUS = 499  # SGLang's answer where a request was aborted before its first token
 MAX_BODY = 500  # characters of a server's answer in an error
-
-
-class ServerFault(Exception):
-    """A failure that another attempt may cure: no connection, no answer in time, HTTP 5xx, an abort."""
 
 
 class Aborted(ServerFault):
@@ -54,7 +55,6 @@ class RolloutClient:
         context_length: int,
     ):
         assert urls, "a rollout client needs at least one server"
-        self.urls = urls
         self.sampling = sampling
         self.request_timeout_s = request_timeout_s
         self.max_retries = max_retries
@@ -67,17 +67,25 @@ class RolloutClient:
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollout-client", daemon=True)
         self._thread.start()
         self._session = self.start(_open_session()).result()
+        self._num_ranks: dict[str, int] = {}  # of each server
+        self._health = Health(urls, self._gate, self._ask_health)
 
     # Generation
 
     def generate(
-        self, prompts: list[Prompt], group_size: int, tokenizer, temperature: float | None = None
+        self,
+        prompts: list[Prompt],
+        group_size: int,
+        tokenizer,
+        temperature: float | None = None,
+        while_waiting: Callable[[], None] = lambda: None,
     ) -> list[Sample]:
         """`group_size` samples for each prompt, in order: sample i * group_size + j is the j-th of prompt i.
 
         `temperature` overrides the configured one; 0 is greedy and gives no `rollout_logprobs`. `group_id` is the
         prompt's place in this call, `index` the sample's. A response may have at most
-        min(max_new_tokens, context_length - prompt length) tokens. Raises RunError when a request fails for good.
+        min(max_new_tokens, context_length - prompt length) tokens. `while_waiting` is called again and again meanwhile. Raises
+        RunError when a request fails for good.
         """
         if temperature is None:
             temperature = self.sampling.temperature
@@ -86,7 +94,13 @@ class RolloutClient:
             self._request(i, self._generate_body(prompt.token_ids, group_size, temperature, limit))
             for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
         ]
-        answers_P = self.start(_all(requests)).result()
+        pending = self.start(self._watched(_all(requests)))
+        try:
+            while not concurrent.futures.wait([pending], timeout=POLL_S).done:
+                while_waiting()
+        finally:
+            pending.cancel()  # where an error or Ctrl-C ended the wait
+        answers_P = pending.result()
         samples = []
         for group_id, (prompt, limit, (url, answer)) in enumerate(zip(prompts, limits, answers_P, strict=True)):
             responses_G = answer if isinstance(answer, list) else [answer]
@@ -110,6 +124,31 @@ class RolloutClient:
     def score_now(self, token_ids: list[int], timeout_s: float) -> concurrent.futures.Future:
         """Each server's log-probs of one sequence, as `logprobs` gives them: past the gate, and never tried again."""
         return self.start(_all([self._score_now(url, token_ids, timeout_s) for url in self.urls]))
+
+    # Which servers there are
+
+    def take_dead(self) -> dict[str, str]:
+        """Servers found dead since the last call, each with why: they get no requests any more."""
+        return self.start(self._take_dead()).result()
+
+    def silent(self, paused: bool) -> list[str]:
+        """After a failed weight update: the servers that are dead or do not come back to work. Of `paused` servers, without
+        their memory, only whether their HTTP server answers."""
+        answers = self.start(_all([self._comes_back(url, paused) for url in self.urls])).result()
+        return [url for url, comes_back in zip(self.urls, answers) if not comes_back]
+
+    def remove(self, url: str) -> None:
+        """A server is gone: what it has of our requests is made again elsewhere, once the gate is open and there is one."""
+        self.start(self._bury(url)).result()
+
+    def admit(self, urls: list[str]) -> None:
+        """All servers that there are now, in order."""
+        self._health.urls = urls
+
+    @property
+    def urls(self) -> list[str]:
+        """Of the living servers, in order."""
+        return self._health.urls
 
     def close_gate(self) -> None:
         """Hold back new requests, e.g. around a weight update. Running ones are left alone, but if they are aborted
@@ -136,7 +175,18 @@ class RolloutClient:
         calls = [self._control(url, "/model_info", None, timeout_s) for url in self.urls]
         return [str(answer["weight_version"]) for answer in self.start(_all(calls)).result()]
 
-    def init_weights_group(
+    def leave_gpus(self, timeout_s: float) -> None:
+        """Have every server give its memory for weights and KV cache back, the contents with it; until `resume_memory`, a
+        push and `resume` they do nothing."""
+        self.close_gate()
+        self.pause(timeout_s)
+        self._control_all("/release_memory_occupation", {"tags": ["kv_cache", "weights"]}, timeout_s).result()
+
+    def resume_memory(self, tag: Literal["weights", "kv_cache"], timeout_s: float) -> None:
+        """Have every server take it again; what is in it is undefined."""
+        self._control_all("/resume_memory_occupation", {"tags": [tag]}, timeout_s).result()
+
+    def join_weights_group(
         self,
         server_index: int,
         master_address: str,
@@ -145,38 +195,45 @@ class RolloutClient:
         world_size: int,
         group_name: str,
         backend: str,
-        timeout_s: float | None = None,
+        timeout_s: float,
     ) -> concurrent.futures.Future:
         """Have one server join a broadcast group with its ranks from `rank_offset` on; done when all have joined."""
-        body = {
-            "master_address": master_address,
-            "master_port": master_port,
+        order = {
+            "do": "join",
+            "group": group_name,
+            "address": master_address,
+            "port": master_port,
             "rank_offset": rank_offset,
             "world_size": world_size,
-            "group_name": group_name,
             "backend": backend,
+            "timeout_s": timeout_s,
         }
-        url = self.urls[server_index]
-        return self.start(self._control(url, "/init_weights_update_group", body, timeout_s))
+        return self.start(self._order(self.urls[server_index], order, timeout_s))
 
     def receive_weights(
-        self, buckets: list[Bucket], group_name: str, weight_version: str | None, timeout_s: float | None = None
+        self, buckets: list[Bucket], group_name: str, weight_version: str | None, timeout_s: float
     ) -> concurrent.futures.Future:
-        """Have every server receive flattened buckets (weights_group.flatten) one after another, by broadcast from rank 0.
+        """Have every server receive these buckets one after another, by broadcast from rank 0 of the group.
 
-        All from the client's loop: between two buckets there is one answer and one request, and no thread to wake.
-        `timeout_s` bounds each bucket. With the last one of a version the cache is flushed and the version set; None: more
-        are to come. A failure names the server and the bucket.
+        Rank 0 learns what could not be loaded; a server that dies is named here. With a version, the last of a push, cached
+        prefixes are forgotten and the version is set. `timeout_s` bounds it all.
         """
-        calls = [self._receive(url, buckets, group_name, weight_version, timeout_s) for url in self.urls]
-        return self.start(_all(calls))
+        order = {"do": "receive", "group": group_name, "buckets": buckets}
+        return self.start(_all([self._order(url, order, timeout_s, weight_version) for url in self.urls]))
 
-    def destroy_weights_group(self, group_name: str, timeout_s: float | None = None) -> None:
-        self._control_all("/destroy_weights_update_group", {"group_name": group_name}, timeout_s).result()
+    def leave_weights_group(self, group_name: str, timeout_s: float) -> None:
+        order = {"do": "leave", "group": group_name}
+        self.start(_all([self._order(url, order, timeout_s) for url in self.urls])).result()
 
     def start(self, coroutine: Coroutine[Any, Any, Any]) -> concurrent.futures.Future:
         """Run a coroutine on the client's own loop and return at once; `.result()` waits for it."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def __enter__(self) -> "RolloutClient":
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.close()
 
     def close(self) -> None:
         """Drop what still runs, after an interrupt say, and end the background thread; may be called again."""
@@ -217,7 +274,7 @@ class RolloutClient:
         return {"input_ids": token_ids, "sampling_params": params, "return_logprob": temperature > 0}
 
     async def _request(self, i: int, body: dict, server_index: int | None = None) -> tuple[str, Any]:
-        """(url, answer) of one /generate call, tried again on the next server after a fault."""
+        """(url, answer) of one /generate call, tried again on the next server after a fault; a server's death is not one."""
         faults = []
         async with self._slots:
             while len(faults) <= self.max_retries:
@@ -226,35 +283,56 @@ class RolloutClient:
                 await self._wait_for_gate()
                 url = self.urls[(i + len(faults)) % len(self.urls) if server_index is None else server_index]
                 try:
-                    answer = await self._call(url, "/generate", body, self.request_timeout_s)
+                    call = self._call(url, "/generate", body, self.request_timeout_s)
+                    answer = await self._health.until_death(url, call)
                     if message := abort_message(answer):
                         raise Aborted(message)
                     return url, answer
                 except ServerFault as fault:
                     deliberate = isinstance(fault, Aborted) and not self._gate.is_set()  # by our own pause
-                    if not deliberate:
+                    if not deliberate and not await self._health.is_dead(url, str(fault)):
                         faults.append(f"{url}: {fault}")
         raise RunError(
             f"rollout: request {i} failed {len(faults)} times (rollout.max_retries={self.max_retries}): "
             f"{'; '.join(faults)}"
         )
 
-    async def _receive(
-        self, url: str, buckets: list[Bucket], group_name: str, weight_version: str | None, timeout_s: float | None
-    ) -> None:
-        for i, bucket in enumerate(buckets, start=1):
-            ends = i == len(buckets) and weight_version is not None
-            body = {
-                **bucket._asdict(),
-                "group_name": group_name,
-                "flush_cache": ends,
-                "weight_version": weight_version if ends else None,
-                "load_format": "flattened_bucket",
-            }
-            try:
-                await self._control(url, "/update_weights_from_distributed", body, timeout_s)
-            except RunError as error:
-                raise RunError(f"bucket {i} of {len(buckets)}: {error}") from error
+    async def _watched(self, requests: Coroutine[Any, Any, list]) -> list:
+        """Looks after the servers while the requests run: one that hangs answers nothing, and raises nothing either."""
+        watch = asyncio.ensure_future(self._health.watch())
+        try:
+            return await requests
+        finally:
+            watch.cancel()
+
+    async def _ask_health(self, url: str) -> None:
+        """Raises ServerFault where the server does not work; any other answer is a sign of life."""
+        with contextlib.suppress(RunError):
+            await self._call(url, "/health", None, HEALTH_TIMEOUT_S)
+
+    async def _bury(self, url: str) -> None:
+        self._health.bury(url)
+
+    async def _take_dead(self) -> dict[str, str]:
+        return self._health.take_dead()
+
+    async def _comes_back(self, url: str, paused: bool) -> bool:
+        try:
+            if paused:
+                await self._call(url, "/model_info", None, HEALTH_TIMEOUT_S)
+            else:
+                await self._call(url, "/continue_generation", {}, HEALTH_TIMEOUT_S)
+                await self._call(url, "/health", None, HEALTH_TIMEOUT_S)
+            return True
+        except (ServerFault, RunError):
+            return False
+
+    async def _order(self, url: str, order: dict, timeout_s: float, weight_version: str | None = None) -> None:
+        """Have `megarl.rollout.receiver` do something in each rank of a server."""
+        if url not in self._num_ranks:
+            self._num_ranks[url] = (await self._control(url, "/server_info", None, timeout_s))["tp_size"]
+        body = orders.request(order, self._num_ranks[url], weight_version)
+        await self._control(url, orders.PATH, body, timeout_s)
 
     async def _score_now(self, url: str, token_ids: list[int], timeout_s: float) -> list[float]:
         return input_logprobs(url, token_ids, await self._control(url, "/generate", _logprobs_body(token_ids), timeout_s))

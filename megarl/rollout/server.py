@@ -7,27 +7,33 @@ outlives its supervisor (launch.py) and never speaks for another one (`_answers`
 import http.client
 import json
 import os
-import re
 import signal
 import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 import uuid
 from pathlib import Path
 
 from megarl.errors import ConfigError, RunError
+from megarl.logs import log_excerpt
+from megarl.machine import interface_of
 from megarl.rollout.launch import KILL_S, TERMINATE_S, living_members
 from megarl.rollout.server_args import check_server_args, to_flags
 
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 CPU_OPS = Path(__file__).resolve().parent / "sglang_cpu_ops"
+WEIGHT_RECEIVER = "megarl.rollout.receiver.receive"  # called in each of a server's ranks
 NEVER_PUSHED = -1  # the weight version of a server that still has the weights of its model folder
+MAX_ANSWER = 500  # bytes of a server's answer in an error
 PORT_ATTEMPTS = 3  # with ports of our own choice
 POLL_S = 0.5
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy of the site does not know our servers
 HEALTH_TIMEOUT_S = 25.0  # SGLang answers /health after one generated token, or 503 after 20 s
+
+COLOCATED_DEFAULTS = {"mem_fraction_static": 0.7}  # of the GPU, for weights and KV cache: something of the actor remains there
 
 # SGLang 0.5.17 takes prompts up to its context length - 7 and clips responses, in silence, at its context length - 2
 # tokens in all. It is told a longer context, so that both limits lie outside the model's own.
@@ -71,7 +77,11 @@ class Server:
         log_path: str | Path,
         start_timeout_s: float,
         host: str = "127.0.0.1",
+        shared_gpus: str | None = None,
+        first_gpu: int = 0,
     ):
+        """`shared_gpus`: those that a colocated actor has too, as CUDA_VISIBLE_DEVICES, and all of them, since a rank of the
+        server must see the GPU of whoever hands it weights; its own ranks are on those from place `first_gpu` on."""
         if device not in ("cpu", "cuda"):
             raise ConfigError(f"device: {device!r} is neither cpu nor cuda")
         if errors := check_server_args(server_args):
@@ -85,6 +95,8 @@ class Server:
         self.log_path = Path(log_path)
         self.start_timeout_s = start_timeout_s
         self.host = host
+        self.shared_gpus = shared_gpus
+        self.first_gpu = first_gpu
         self.port: int | None = port
         self._name = ""
         self._process: subprocess.Popen | None = None
@@ -165,7 +177,11 @@ class Server:
             "port": self.port,
             "served_model_name": self._name,
             "weight_version": NEVER_PUSHED,
+            "custom_weight_loader": [WEIGHT_RECEIVER],
         }
+        if self.shared_gpus:
+            fixed |= {"base_gpu_id": self.first_gpu, "enable_memory_saver": True}
+            defaults = defaults | COLOCATED_DEFAULTS
         launch = [sys.executable, "-m", "megarl.rollout.launch", str(os.getpid()), "--"]
         return launch + to_flags(fixed | defaults | self.server_args)
 
@@ -182,7 +198,7 @@ class Server:
             self._log_start = log.tell()
             self._process = subprocess.Popen(
                 self.command(),
-                env=environment(self.device, self.tensor_parallel, self.host),
+                env=environment(self.device, self.tensor_parallel, self.host, self.shared_gpus),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -213,7 +229,7 @@ class Server:
         return f"log {self.log_path}:\n{log_excerpt(self._log_since_start())}" if self.log_path.exists() else "no log"
 
 
-def environment(device: str, tensor_parallel: int, host: str) -> dict[str, str]:
+def environment(device: str, tensor_parallel: int, host: str, shared_gpus: str | None = None) -> dict[str, str]:
     """The environment of a server's processes: ours, plus what stock SGLang 0.5.17 needs on this device."""
     env = dict(os.environ)
     env.pop("PYTHONDONTWRITEBYTECODE", None)  # three processes import half a minute of modules
@@ -227,8 +243,8 @@ def environment(device: str, tensor_parallel: int, host: str) -> dict[str, str]:
         "SGLANG_KILLPG_ON_SCHEDULER_EXCEPTION": "1",  # a crash ends the whole server, now
         "SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS": "1",  # else it lingers for a minute
     }
-    if host == "127.0.0.1":
-        env.setdefault("GLOO_SOCKET_IFNAME", "lo")  # as the actor's ranks: the machine's own name need not resolve
+    if interface := interface_of(host):
+        env.setdefault("GLOO_SOCKET_IFNAME", interface)  # as the actor's ranks: else gloo takes what the host name resolves to
     if device == "cpu":
         python_path.insert(0, str(CPU_OPS))
         env |= {
@@ -244,8 +260,22 @@ def environment(device: str, tensor_parallel: int, host: str) -> dict[str, str]:
     else:
         # Both ends of a weight group must agree on CUMEM, and multicast stays off.
         env |= {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
+        if shared_gpus:
+            env["CUDA_VISIBLE_DEVICES"] = shared_gpus  # Ray hides them: it counts them as the actor's
     env["PYTHONPATH"] = os.pathsep.join(python_path)
     return env
+
+
+def post(url: str, body: dict, timeout_s: float, where: str) -> None:
+    """POST JSON from a process that has no client of its own. Raises RunError naming `where` and the URL."""
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    try:
+        with DIRECT.open(request, timeout=timeout_s):
+            pass
+    except urllib.error.HTTPError as error:
+        raise RunError(f"{where}: {url}: HTTP {error.code}: {error.read(MAX_ANSWER).decode(errors='replace')}") from error
+    except (OSError, http.client.HTTPException) as error:
+        raise RunError(f"{where}: {url}: no answer within {timeout_s:g} s, or no connection: {error}") from error
 
 
 def model_context_length(model_path: str) -> int:
@@ -274,13 +304,3 @@ def port_is_free(host: str, port: int) -> bool:
 
 def exit_text(code: int) -> str:
     return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
-
-
-def log_excerpt(text: str, num_lines: int = 12) -> str:
-    """The last error line of a log, then its last lines; without argparse's list of all options."""
-    lines = [line for line in text.splitlines() if line.strip() and not re.match(r"\s+\[-|usage:", line)]
-    errors = [line for line in lines if re.search(r"(Error|Exception|error)\b.{0,40}:", line)]
-    tail = lines[-num_lines:]
-    head = [errors[-1]] if errors and errors[-1] not in tail else []
-    return "\n".join(f"  | {line[:400]}" for line in head + tail) or "  | (empty)"
-

@@ -1,51 +1,101 @@
-"""The trainer's end of a weight broadcast group that SGLang servers join.
+"""A weight broadcast group: rank 0 is a sending rank of the actor, the others are the ranks of SGLang servers.
 
-SGLang's own helpers do the same but importing them loads SGLang into the trainer. Both ends must agree on how the
-store's keys are prefixed (`sglang.srt.utils.init_custom_process_group`) and on how a bucket is laid out
-(`sglang.srt.weight_sync.tensor_bucket`); tests/rollout/test_weights.py compares them with a real server.
+Both ends use it (engine/weights.py and, inside the servers, receiver.py), so it imports nothing but torch.
 """
 
 import math
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from typing import NamedTuple
 
 import torch
-from torch.distributed import PrefixStore, ProcessGroup, distributed_c10d
+import torch.distributed as dist
+from torch.distributed import PrefixStore, distributed_c10d
 from torch.distributed.rendezvous import rendezvous
 
 
-def init_weights_group(
-    backend: str, master_address: str, master_port: int, rank: int, world_size: int, group_name: str, timeout_s: float
-) -> ProcessGroup:
-    """Join the group; blocks until all `world_size` ranks have, at most `timeout_s`. Rank 0 hosts the store.
+class WeightsGroup:
+    """Stands beside a process's default group: `src=0` and the ranks are this group's own."""
 
-    A server of tensor parallel n is n ranks, from its `rank_offset` on. The group stands beside the default one:
-    `torch.distributed.broadcast(tensor, src=0, group=...)` works with the ranks of this group.
-    Raises torch.distributed.DistStoreError or RuntimeError when the others do not come in time.
-    """
-    timeout = timedelta(seconds=timeout_s)
-    address = f"tcp://{master_address}:{master_port}"
-    store, rank, world_size = next(rendezvous(address, rank, world_size, timeout=timeout))
-    store.set_timeout(timeout)
-    group, _ = distributed_c10d._new_process_group_helper(
-        world_size,
-        rank,
-        [],
-        distributed_c10d.Backend(backend),
-        PrefixStore(group_name, store),
-        group_name=group_name,
-        timeout=timeout,
-    )
-    distributed_c10d._world.pg_group_ranks[group] = {i: i for i in range(world_size)}
-    return group
+    def __init__(
+        self, backend: str, master_address: str, master_port: int, rank: int, world_size: int, name: str, timeout_s: float
+    ):
+        """Join the group; blocks until all `world_size` ranks have, at most `timeout_s`. Rank 0 hosts the store.
+
+        A server of tensor parallel n is n ranks. Torch itself ends a collective after twice that time (with NCCL the process
+        too): the sender's own deadline comes first. Raises torch.distributed.DistStoreError or RuntimeError when the others
+        do not come in time.
+        """
+        timeout = timedelta(seconds=timeout_s)
+        self.store, self.rank, self.world_size = next(
+            rendezvous(f"tcp://{master_address}:{master_port}", rank, world_size, timeout=timeout)
+        )
+        self.store.set_timeout(timeout)
+        self.group, _ = distributed_c10d._new_process_group_helper(
+            world_size,
+            rank,
+            [],
+            distributed_c10d.Backend(backend),
+            PrefixStore(name, self.store),
+            group_name=name,
+            timeout=2 * timeout,
+        )
+        distributed_c10d._world.pg_group_ranks[self.group] = {i: i for i in range(world_size)}
+        self._transfers = 0
+
+    def broadcast(self, tensor: torch.Tensor) -> dist.Work:
+        """Start to send `tensor` (rank 0) or to receive into it."""
+        return dist.broadcast(tensor, src=0, group=self.group, async_op=True)
+
+    def report(self, error: str = "") -> None:
+        """A server's rank: the buckets of one transfer are loaded, or what went wrong."""
+        self.store.set(f"{self._transfers}/{self.rank}", error)
+        self._transfers += 1
+
+    def reports(self, timeout_s: float) -> dict[int, str]:
+        """Rank 0: what each other rank reported of the transfer; "no answer ..." for one that does not within `timeout_s`."""
+        found = {}
+        for rank in range(1, self.world_size):
+            key = f"{self._transfers}/{rank}"
+            try:
+                self.store.wait([key], timedelta(seconds=timeout_s))
+                found[rank] = self.store.get(key).decode()
+            except RuntimeError:  # DistStoreError among them
+                found[rank] = f"no answer within {timeout_s:g} s"
+        self._transfers += 1
+        return found
+
+    def abort(self) -> None:
+        """Give the group up without its other ranks: one of them may be dead, or hang in a broadcast."""
+        self.group.abort()
+
+    def leave(self) -> None:
+        dist.destroy_process_group(self.group)
 
 
 class Bucket(NamedTuple):
-    """What a server must know of a bucket before it arrives, as `/update_weights_from_distributed` words it."""
+    """What both ends must know of a bucket before it is sent."""
 
     names: list[str]
     dtypes: list[str]  # "bfloat16"
     shapes: list[list[int]]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Of the tensors, in bytes."""
+        return [
+            math.prod(shape) * getattr(torch, dtype).itemsize for dtype, shape in zip(self.dtypes, self.shapes, strict=True)
+        ]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.sizes)
+
+    def tensors(self, buffer: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """Views of a buffer ([bytes] uint8) that `fill` has filled with this bucket."""
+        parts = buffer[: self.num_bytes].split(self.sizes)
+        for name, dtype, shape, part in zip(self.names, self.dtypes, self.shapes, parts):
+            yield name, part.view(getattr(torch, dtype)).view(shape)
 
 
 def describe(named_tensors: list[tuple[str, torch.Tensor]]) -> Bucket:
@@ -55,23 +105,18 @@ def describe(named_tensors: list[tuple[str, torch.Tensor]]) -> Bucket:
     return Bucket(names, dtypes, shapes)
 
 
-def num_bytes(bucket: Bucket) -> int:
-    return sum(
-        math.prod(shape) * getattr(torch, dtype).itemsize for dtype, shape in zip(bucket.dtypes, bucket.shapes, strict=True)
-    )
+def fill(buffer: torch.Tensor, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> torch.Tensor:
+    """The part of `buffer` ([bytes] uint8) that the tensors then take, one after another; each is let go once it is in.
 
-
-def flatten(named_tensors: list[tuple[str, torch.Tensor]]) -> torch.Tensor:
-    """[bytes] uint8: the tensors one after another without gaps, SGLang's layout of a `flattened_bucket`.
-
-    The server views each slice as its dtype again, which needs an aligned start: with mixed dtypes, put the wider
-    ones first. Raises ValueError for an empty list or a tensor that would start off its alignment.
+    The other end views each slice as its dtype again, which needs an aligned start: with mixed dtypes, put the wider ones
+    first. Raises ValueError for no tensor at all or one that would start off its alignment.
     """
-    if not named_tensors:
-        raise ValueError("a weight bucket must hold at least one tensor")
-    start = 0
+    end = 0
     for name, tensor in named_tensors:
+        start, end = end, end + tensor.nbytes
         if start % tensor.element_size() != 0:
             raise ValueError(f"{name} ({tensor.dtype}) would start at byte {start} of a bucket; wider dtypes go first")
-        start += tensor.numel() * tensor.element_size()
-    return torch.cat([tensor.detach().contiguous().flatten().view(torch.uint8) for _, tensor in named_tensors])
+        buffer[start:end].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+    if end == 0:
+        raise ValueError("a weight bucket must hold at least one tensor")
+    return buffer[:end]

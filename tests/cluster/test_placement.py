@@ -2,16 +2,20 @@
 
 import pytest
 import ray
+from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 
-from megarl.cluster.placement import GroupRequest, plan_nodes, group_requests, place, remove
+from megarl.cluster import placement
+from megarl.cluster.placement import GroupRequest, Node, group_requests, place, plan_nodes, remove
 from megarl.config import Config
 from megarl.errors import RunError
 
 ACTOR_4, SERVER_4 = GroupRequest("actor", 4, 1, 1), GroupRequest("rollout server", 1, 1, 4)
 
 
-def nodes(*totals):
-    return {f"node-{i}": {"CPU": cpus, "GPU": gpus} for i, (cpus, gpus) in enumerate(totals)}
+def nodes(*totals: tuple[float, float]) -> list[Node]:
+    """Nodes of so many CPUs and GPUs, of which one CPU each is held."""
+    each = [({"CPU": cpus, "GPU": gpus}, {"CPU": cpus - 1, "GPU": gpus}) for cpus, gpus in totals]
+    return [Node(f"node-{i}", f"id-{i}", *amounts) for i, amounts in enumerate(each)]
 
 
 @pytest.mark.parametrize(
@@ -27,8 +31,22 @@ def nodes(*totals):
 def test_infeasible_groups_are_refused_with_the_numbers(requests, available, unplaced):
     with pytest.raises(RunError, match=f"no node for {unplaced} on one node") as error:
         plan_nodes(requests, available)
-    for name, total in available.items():
-        assert f"node {name} has {total['CPU']} CPU, {total['GPU']} GPU" in str(error.value)
+    lines = [line.split() for line in str(error.value).splitlines()]
+    for node in available:
+        cpus, gpus = node.total["CPU"], node.total["GPU"]
+        assert [node.name, f"{cpus}", f"{gpus}", f"{cpus - 1}", f"{gpus}"] in lines
+
+
+def test_the_table_counts_groups_and_lines_up():
+    with pytest.raises(RunError) as error:
+        plan_nodes([ACTOR_4, ACTOR_4, SERVER_4], nodes((128, 8)))
+    assert str(error.value).splitlines()[1:] == [
+        "  wanted, each on one node     groups        CPU        GPU",
+        "  actor                             2          4          4",
+        "  rollout server                    1          1          4",
+        "  node                      total CPU  total GPU   free CPU   free GPU",
+        "  node-0                          128          8        127          8",
+    ]
 
 
 def test_groups_that_fit_are_accepted():
@@ -40,8 +58,9 @@ def test_two_roles_that_span_nodes_get_nodes_of_their_own_in_order():
     actor, critic, server = GroupRequest("actor", 8, 1, 1), GroupRequest("critic", 4, 1, 1), GroupRequest("rollout server", 1, 1, 4)
     four = nodes((16, 8), (16, 8), (16, 8), (16, 8))
     planned = plan_nodes([actor, actor, critic, critic, server, server], four)
-    assert planned[:2] == sorted(planned[:2]) and len(set(planned[:2])) == 2
-    assert len(set(planned[2:4])) == 2 and not set(planned[:2]) & set(planned[2:])
+    names = [node.name for node in planned]
+    assert names[:2] == sorted(names[:2]) and len(set(names[:2])) == 2
+    assert len(set(names[2:4])) == 2 and not set(names[:2]) & set(names[2:])
 
 
 def test_quickstart_fits_two_cores():
@@ -68,12 +87,27 @@ def ray_with_two_cpus(tmp_path):
     ray.shutdown()
 
 
-def test_held_resources_end_in_a_timeout_and_leave_no_group(ray_with_two_cpus):
-    two = GroupRequest("actor", 2, 1, 0)
-    held = place([two], timeout_s=30)
-    with pytest.raises(RunError, match="(?s)1 s have passed without room for actor: 2 CPU.*node .* has 2 CPU"):
-        place([two], timeout_s=1)
+def remove_named(name: str) -> None:
+    group_id = next(group_id for group_id, group in placement_group_table().items() if group["name"] == name)
+    remove_placement_group(PlacementGroup(ray.PlacementGroupID(bytes.fromhex(group_id))))
+
+
+def test_held_resources_end_in_a_timeout_that_names_the_holder_and_leave_no_group(ray_with_two_cpus, monkeypatch):
+    monkeypatch.setattr(placement, "PROGRESS_S", 0.4)
+    one, two, lines = GroupRequest("rollout server", 1, 1, 0), GroupRequest("actor", 2, 1, 0), []
+    held = place([one, one], "megarl-first-0123abcd", 30, lines.append)
+    assert lines == []
+    with pytest.raises(RunError, match="1 s have passed without room for actor: 2 CPU, 0 GPU on one node") as error:
+        place([two], "megarl-second-0123abcd", 1, lines.append)
+    table = [line.split() for line in str(error.value).splitlines()]
+    assert ["actor", "1", "2", "0"] in table and any(row[-4:] == ["2", "0", "0", "0"] for row in table)
+    holders = {f"megarl-first-0123abcd/rollout server/{i} 1 CPU, 0 GPU" for i in range(2)}
+    assert {line.removeprefix("  held by ") for line in str(error.value).splitlines()[-2:]} == holders
+    assert len(lines) == 2 and lines[0].startswith("waiting for room, 0 of 1 s: actor: 2 CPU, 0 GPU on one node; free: ")
+    assert " 0 CPU, 0 GPU; held by others: " in lines[0] and all(holder in lines[0] for holder in holders)
+    with pytest.raises(RunError, match="while waiting for room for actor: 2 CPU.* has been removed"):
+        place([two], "megarl-third-0123abcd", 30, lambda line: remove_named("megarl-third-0123abcd/actor/0"))
     remove(held)
-    remove(place([two], timeout_s=30))  # nothing of the failed try holds a CPU
+    remove(place([two], "megarl-fourth-0123abcd", 30, lines.append))  # nothing of the failed try holds a CPU
     with pytest.raises(RunError, match="the cluster is too small: no node for actor: 3 CPU"):
-        place([GroupRequest("actor", 3, 1, 0)], timeout_s=600)
+        place([GroupRequest("actor", 3, 1, 0)], "megarl-fifth-0123abcd", 600, lines.append)

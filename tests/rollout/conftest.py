@@ -4,7 +4,6 @@ import uuid
 
 import pytest
 import torch
-import torch.distributed as dist
 from rollout_reference import CONTEXT, hf_weights
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -13,7 +12,7 @@ from megarl.config import SamplingConfig
 from megarl.data import toy
 from megarl.rollout.client import RolloutClient
 from megarl.rollout.server import NEVER_PUSHED, Server, free_port
-from megarl.rollout.weights_group import describe, flatten, init_weights_group
+from megarl.rollout.weights_group import WeightsGroup, describe, fill
 
 SHARPEN = 6.0  # the toy's initialisation is too flat: wrongly aligned log-probs would hardly differ
 
@@ -77,19 +76,21 @@ def make_client():
 
 @pytest.fixture
 def push(sglang_server, make_client, model):
-    """push(named_tensors, version): one bucket to the server. The model's own weights come back after the test."""
+    """push(named_tensors, version): one bucket to the server; what it reports, "" where all is well. The model's own weights come back after the test."""
     client = make_client([sglang_server.url])
     name, port = f"test-{uuid.uuid4().hex[:8]}", free_port("127.0.0.1")
-    joined = client.init_weights_group(0, "127.0.0.1", port, 1, 2, name, "gloo", timeout_s=60)
-    group = init_weights_group("gloo", "127.0.0.1", port, 0, 2, name, timeout_s=60)
+    joined = client.join_weights_group(0, "127.0.0.1", port, 1, 2, name, "gloo", timeout_s=60)
+    group = WeightsGroup("gloo", "127.0.0.1", port, 0, 2, name, timeout_s=60)
     joined.result()
 
     def push(named_tensors, version):
-        received = client.receive_weights([describe(named_tensors)], name, version, timeout_s=60)
-        dist.broadcast(flatten(named_tensors), src=0, group=group)
+        bucket = describe(named_tensors)
+        received = client.receive_weights([bucket], name, version, timeout_s=60)
+        group.broadcast(fill(torch.empty(bucket.num_bytes, dtype=torch.uint8), named_tensors)).wait()
         received.result()
+        return group.reports(timeout_s=60)[1]
 
     yield push
     push(hf_weights(model), str(NEVER_PUSHED))
-    client.destroy_weights_group(name)
-    dist.destroy_process_group(group)
+    client.leave_weights_group(name, timeout_s=60)
+    group.leave()

@@ -12,7 +12,7 @@ import pytest
 
 from megarl.errors import ConfigError, RunError
 from megarl.rollout.launch import living_members
-from megarl.rollout.server import Server, free_port, log_excerpt
+from megarl.rollout.server import Server, free_port
 from megarl.rollout.server_args import check_server_args, to_flags
 
 START_S = 120
@@ -165,10 +165,3 @@ def test_the_child_ends_if_its_parent_is_already_gone():
 def test_a_free_port_can_be_bound():
     with socket.create_server(("127.0.0.1", free_port("127.0.0.1"))):
         pass
-
-
-def test_the_log_excerpt_leads_with_the_last_error():
-    noise = ["", "usage: sglang serve [-h]", "     [--tp-size TP_SIZE]"]
-    log = "\n".join(["ValueError: early", "RuntimeError: no such kernel", *[f"line {i}" for i in range(20)], *noise])
-    lines = log_excerpt(log, num_lines=3).splitlines()
-    assert lines == ["  | RuntimeError: no such kernel", "  | line 17", "  | line 18", "  | line 19"]

@@ -6,7 +6,7 @@ own, so a rank holds its gate rows, then its up rows).
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -87,15 +87,19 @@ def from_shards(shape: ModelShape, parameter: Parameter, shards: list[torch.Tens
     num_tensors = len(parameter.hf_names(shape))
     if num_tensors == 3:
         tail = shards[0].shape[1:]
-        groups = torch.cat(shards).view(shape.num_kv_heads, -1, *tail)
+        groups = _joined(shards, 0).view(shape.num_kv_heads, -1, *tail)
         sizes = [groups.shape[1] - 2 * shape.head_dim, shape.head_dim, shape.head_dim]
         return [part.reshape(-1, *tail) for part in groups.split(sizes, dim=1)]
     if num_tensors == 2:
         gates, ups = zip(*(shard.chunk(2) for shard in shards))
-        return [torch.cat(gates), torch.cat(ups)]
+        return [_joined(gates, 0), _joined(ups, 0)]
     dim = parameter.partition_dim
-    tensor = shards[0] if dim < 0 else torch.cat(shards, dim)
+    tensor = shards[0] if dim < 0 else _joined(shards, dim)
     return [tensor[: shape.vocab_size] if parameter.line in VOCABULARY else tensor]
+
+
+def _joined(shards: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+    return shards[0] if len(shards) == 1 else torch.cat(shards, dim)  # a single one need not be copied
 
 
 def load_shard(
