@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
@@ -65,16 +66,14 @@ def parse() -> argparse.Namespace:
 def measure(options: argparse.Namespace, folder: str) -> list[dict]:
     from megarl.cluster.cluster import Cluster
     from megarl.config import Config
-    from megarl.rollout.canary import Canary
-    from megarl.rollout.client import RolloutClient
-    from megarl.rollout.sync import WeightSync
-    from megarl.trainer import CANARY_DIFF_LIMIT
+    from megarl.rollout.fleet import Fleet
 
     server_args = {"load_format": "dummy", "cuda_graph_max_bs": 1} if options.device == "cuda" else {}
     config = Config.model_validate(
         {
             "name": "weight-sync",
             "device": options.device,
+            "placement": options.placement,
             "model": {"path": folder, "dtype": options.dtype},
             "data": {"train": "none"},
             "roles": {"actor": options.actor},
@@ -86,25 +85,28 @@ def measure(options: argparse.Namespace, folder: str) -> list[dict]:
             },
         }
     )
-    shape, results = SHAPES[options.shape], []
+    inputs = SimpleNamespace(vocab_size=SHAPES[options.shape]["vocab_size"], context_length=1024)
+    inputs.tokenizer = SimpleNamespace(eos_token_id=0)
     logs = Path(options.out.parent if options.out else ".", "weight_sync_logs")
-    with Cluster(config, options.device, logs) as cluster:
+    version, results = 0, []
+    with Cluster(config, options.device, logs) as cluster, Fleet(config, cluster, inputs, print) as fleet:
         cluster.start_servers()
+        if options.placement == "colocated":
+            fleet.connect()
         actor = cluster.start_role("actor")
-        client = RolloutClient(cluster.wait_servers(), config.rollout.sampling, 120.0, 0, 8, [0], 1024)
-        canary = Canary(actor, client, shape["vocab_size"], 1024, CANARY_DIFF_LIMIT[options.dtype])
-        version = 0
         for bucket_mb in options.buckets:
-            settings = config.sync.model_copy(update={"bucket_mb": bucket_mb})
-            sync = WeightSync(actor, client, options.server_tp, settings, canary)
+            fleet.config = config.model_copy(update={"sync": config.sync.model_copy(update={"bucket_mb": bucket_mb})})
+            fleet.sync = None
+            fleet.attach(actor)
             pushes = []
             for _ in range(2 + options.pushes):
+                fleet.make_room()
                 start = time.perf_counter()
-                pushes.append(sync.push(version) | {"push_s": time.perf_counter() - start})
+                pushes.append(fleet.push(version) | {"push_s": time.perf_counter() - start})
                 version += 1
-            results.append(figures(bucket_mb, len(sync.plans[0]), pushes[2:]))
+            fleet.make_room()
+            results.append(figures(bucket_mb, len(fleet.sync.plans[0]), pushes[2:]))
             print(results[-1], flush=True)
-        client.close()
     return results
 
 

@@ -22,18 +22,13 @@ from megarl.monitor.metrics import logprob_metrics, sample_metrics
 from megarl.monitor.run_directory import RunDirectory
 from megarl.monitor.skipped import SkippedUpdates, nonfinite_logprobs, why_skipped
 from megarl.rewards import REWARDS, score
-from megarl.rollout.canary import Canary
-from megarl.rollout.client import RolloutClient
 from megarl.rollout.fleet import Fleet
-from megarl.rollout.sync import BroadcastSync, ColocatedSync
 from megarl.sample import Prompt, Sample
 from megarl.schedule import learning_rate
 from megarl.warm_start import warm_start
 
 # Mean difference of log-probs between trainer and server that two right implementations of one model stay below.
 LOGPROB_DIFF_LIMIT = {"float32": 1e-4, "bfloat16": 0.05}
-# The same over random tokens, which the model did not expect: rounding to bfloat16 then shows more (0.08 for SmolLM2-135M).
-CANARY_DIFF_LIMIT = {"float32": 1e-4, "bfloat16": 0.25}
 
 
 def train(config: Config, command: list[str]) -> Path:
@@ -53,22 +48,21 @@ def train(config: Config, command: list[str]) -> Path:
         cluster = stack.enter_context(Cluster(config, device, run.logs, run.run_id, console.line))
         cluster.start_servers()  # they import for half a minute: all at the same time
         console.line(f"starting {config.roles.actor.world_size} actor ranks and {config.rollout.servers} rollout servers")
-        client = None
-        if config.placement == "colocated":  # a server takes its share of what is free at its start: the actor comes after it
-            client = stack.enter_context(rollout_client(config, cluster.wait_servers(), inputs))
-            client.leave_gpus(config.sync.timeout_s)
+        fleet = stack.enter_context(Fleet(config, cluster, inputs, console.line))
+        if config.placement == "colocated":
+            fleet.connect()  # a server takes its share of what is free at its start: the actor comes after it
         actor = cluster.start_role("actor")
         for what, how in actor.live_paths.items():
             console.line(f"  {what + ':':18} {how}")
+        if config.debug.sync_checksum:
+            fleet.attach(actor)  # before anything is trained: it compares with the model folder
         skipped = SkippedUpdates(config.trainer.max_skipped_updates, run, console)
         if inputs.warm_start:
             warm_start(actor, inputs.warm_start, config, cluster, run, console, skipped)
         if config.roles.reference.enabled:
             actor.capture_reference()
         actor.use_optimizer(config.roles.actor.optimizer)
-        if client is None:
-            client = stack.enter_context(rollout_client(config, cluster.wait_servers(), inputs))
-        fleet = make_fleet(config, inputs, cluster, client, actor, console)
+        fleet.attach(actor)
         Trainer(config, inputs, run, console, actor, fleet, skipped).run_all()
         console.line(f"megarl: done; metrics, samples and checkpoints are in {run.path.resolve()}")
     return run.path
@@ -293,29 +287,6 @@ class Trainer:
                 self.console.line(f"interrupted in step {step}: saving; once more to end at once")
                 self.save(f"interrupted_{step:06d}")
             raise
-
-
-def make_fleet(
-    config: Config, inputs: Inputs, cluster: Cluster, client: RolloutClient, actor: RoleGroup, console: Console
-) -> Fleet:
-    limit = config.sync.canary_diff_limit or CANARY_DIFF_LIMIT[config.model.dtype]
-    canary = Canary(actor, client, inputs.vocab_size, inputs.context_length, limit)
-    placement = ColocatedSync if config.placement == "colocated" else BroadcastSync
-    sync = placement(actor, client, config.rollout.tensor_parallel, config.sync, canary)
-    return Fleet(cluster, client, sync, config.rollout.max_restarts, console.line)
-
-
-def rollout_client(config: Config, urls: list[str], inputs: Inputs) -> RolloutClient:
-    rollout = config.rollout
-    return RolloutClient(
-        urls,
-        rollout.sampling,
-        request_timeout_s=rollout.request_timeout_s,
-        max_retries=rollout.max_retries,
-        max_concurrent_prompts=rollout.max_concurrent_prompts,
-        stop_token_ids=[inputs.tokenizer.eos_token_id],
-        context_length=inputs.context_length,
-    )
 
 
 def shuffle_rewards(samples: list[Sample], seed: int, step: int) -> None:

@@ -91,7 +91,8 @@ def test_without_advantages_only_a_kl_or_entropy_term_is_worth_an_update():
 
 
 def test_logprobs_that_are_not_finite_skip_the_step_and_its_line_is_still_written():
-    settings = {"name": "x", "model": {"path": "m"}, "data": {"train": "t"}, "algorithm": {"prompts_per_step": 1, "group_size": 2}}
+    settings = {"name": "x", "model": {"path": "m"}, "data": {"train": "t"}, "algorithm": {"prompts_per_step": 1, "group_size": 2},
+                "trainer": {"steps": 2}}  # fmt: skip
     added = []
 
     def generate(prompts, group_size, tokenizer):
@@ -107,11 +108,10 @@ def test_logprobs_that_are_not_finite_skip_the_step_and_its_line_is_still_writte
     trainer.config = Config.model_validate(settings)
     trainer.inputs = SimpleNamespace(tokenizer=None)
     trainer.prompts = SimpleNamespace(next=lambda count: [Prompt([], [1])])
-    trainer.client = SimpleNamespace(generate=generate)
     trainer.actor = SimpleNamespace(logprobs=logprobs)
     trainer.reward = lambda sample: float(sample.index)
     trainer.skipped = SimpleNamespace(add=lambda when, samples, why: added.append(why), count=1)
-    trainer.sync = SimpleNamespace(push=lambda version: {"sync/canary_diff": 0.0})
+    trainer.fleet = SimpleNamespace(generate=generate, push=lambda version: {"sync/canary_diff": 0.0}, restarts=0)
     trainer.run = SimpleNamespace(log_samples=lambda step, samples: None)
     metrics = trainer.step(1)
     assert added == ["4 log-probs of its samples are not finite"] and metrics["skipped_updates"] == 1

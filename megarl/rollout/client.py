@@ -225,6 +225,18 @@ class RolloutClient:
         order = {"do": "leave", "group": group_name}
         self.start(_all([self._order(url, order, timeout_s) for url in self.urls])).result()
 
+    def checksums(self, timeout_s: float) -> dict[str, dict[str, str]]:
+        """url -> "rank/SGLang's name of the tensor" -> its checksum; on GPUs only."""
+        answers = self._control_all("/weights_checker", {"action": "checksum"}, timeout_s).result()
+        return {
+            url: {f"{rank}/{name}": value for rank, info in enumerate(answer["ranks"]) for name, value in info["checksums"].items()}
+            for url, answer in zip(self.urls, answers, strict=True)
+        }
+
+    def overwrite_weights(self, timeout_s: float) -> None:
+        """Fill every server's weights with noise."""
+        self._control_all("/weights_checker", {"action": "reset_tensors"}, timeout_s).result()
+
     def start(self, coroutine: Coroutine[Any, Any, Any]) -> concurrent.futures.Future:
         """Run a coroutine on the client's own loop and return at once; `.result()` waits for it."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)

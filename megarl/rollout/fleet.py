@@ -1,31 +1,83 @@
 """The rollout servers as the trainer sees them: they generate, they take weights, and one that dies is started again."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megarl.cluster.cluster import Cluster
+from megarl.cluster.role import RoleGroup
+from megarl.config import Config
 from megarl.errors import RunError
+from megarl.rollout import checksum
+from megarl.rollout.canary import DIFF_LIMIT, Canary
 from megarl.rollout.client import RolloutClient
-from megarl.rollout.sync import SyncFailed, WeightSync
+from megarl.rollout.sync import BroadcastSync, ColocatedSync, SyncFailed, WeightSync
 from megarl.sample import Prompt, Sample
+
+if TYPE_CHECKING:
+    from megarl.trainer import Inputs
 
 
 class Fleet:
-    """A server that was started again serves from the next push on, so never with other weights than the present ones."""
+    """A server that was started again serves from the next push on, so never with other weights than the present ones.
 
-    def __init__(
-        self, cluster: Cluster, client: RolloutClient, sync: WeightSync, max_restarts: int, report: Callable[[str], None]
-    ):
-        """`max_restarts` of all servers together; then the run ends. `report` gets a line for each."""
+    Use as a context: `connect` waits for the servers that the cluster has started, `attach` ties them to the actor.
+    """
+
+    def __init__(self, config: Config, cluster: Cluster, inputs: "Inputs", report: Callable[[str], None]):
+        """`report` gets a line for each restart."""
+        self.config = config
         self.cluster = cluster
-        self.client = client
-        self.sync = sync
-        self.max_restarts = max_restarts
+        self.inputs = inputs
         self.report = report
+        self.client: RolloutClient | None = None
+        self.sync: WeightSync | None = None
         self.version = 0
         self.restarts = 0
-        self._urls = list(client.urls)  # by index
+        self._urls: list[str] = []  # by index
         self._starting: dict[int, Any] = {}  # index -> what its start will return
+        self._on_disk: dict[str, dict[str, str]] = {}  # checksums
+
+    def __enter__(self) -> "Fleet":
+        return self
+
+    def __exit__(self, *exception) -> None:
+        if self.client is not None:
+            self.client.close()
+
+    def connect(self) -> None:
+        """Wait for the servers; those that are to share the actor's GPUs leave them at once."""
+        rollout = self.config.rollout
+        self._urls = self.cluster.wait_servers()
+        self.client = RolloutClient(
+            list(self._urls),
+            rollout.sampling,
+            request_timeout_s=rollout.request_timeout_s,
+            max_retries=rollout.max_retries,
+            max_concurrent_prompts=rollout.max_concurrent_prompts,
+            stop_token_ids=[self.inputs.tokenizer.eos_token_id],
+            context_length=self.inputs.context_length,
+        )
+        if self.config.debug.sync_checksum:
+            self._on_disk = self.client.checksums(checksum.TIMEOUT_S)
+        if self.config.placement == "colocated":
+            self.client.leave_gpus(self.config.sync.timeout_s)
+
+    def attach(self, actor: RoleGroup) -> None:
+        """Make ready to push this actor's weights; nothing the second time. With debug.sync_checksum a first push shows that
+        it brings what the servers read from the model folder, as the actor did."""
+        if self.sync is not None:
+            return
+        if self.client is None:
+            self.connect()
+        config, inputs = self.config, self.inputs
+        limit = config.sync.canary_diff_limit or DIFF_LIMIT[config.model.dtype]
+        canary = Canary(actor, self.client, inputs.vocab_size, inputs.context_length, limit)
+        placement = ColocatedSync if config.placement == "colocated" else BroadcastSync
+        self.sync = placement(actor, self.client, config.rollout.tensor_parallel, config.sync, canary)
+        if config.debug.sync_checksum:
+            self.push(version=0)
+            checksum.compare(self.client, self._on_disk, "reading the model folder")
+            self.make_room()
 
     def generate(self, prompts: list[Prompt], group_size: int, tokenizer, temperature: float | None = None) -> list[Sample]:
         """As the client's; a dead server's requests are made again elsewhere, or by its successor if it was the only one."""
@@ -36,6 +88,12 @@ class Fleet:
         others waiting for it."""
         self.version = version
         self._restart_dead()
+        metrics = self._push(version)
+        if self.config.debug.sync_checksum:
+            checksum.verify(self.client, lambda: self._push(version), f"the push of version {version}")
+        return metrics
+
+    def _push(self, version: int) -> dict[str, float]:
         while True:
             self._admit(wait=not self.client.urls or self.sync.in_turns)
             try:
@@ -68,10 +126,11 @@ class Fleet:
     def _restart(self, url: str, why: str) -> None:
         index = self._urls.index(url)
         name = f"rollout server {index} ({url})"
-        if self.restarts == self.max_restarts:
-            raise RunError(f"{name} is gone, after {self.restarts} restarts (rollout.max_restarts={self.max_restarts}): {why}")
+        limit = self.config.rollout.max_restarts
+        if self.restarts == limit:
+            raise RunError(f"{name} is gone, after {limit} restarts (rollout.max_restarts={limit}): {why}")
         self.restarts += 1
-        self.report(f"warning: {name} is gone and is started again ({self.restarts} of {self.max_restarts}): {why}")
+        self.report(f"warning: {name} is gone and is started again ({self.restarts} of {limit}): {why}")
         self.client.remove(url)
         self._starting[index] = self.cluster.restart_server(index)
 

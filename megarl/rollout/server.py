@@ -243,8 +243,8 @@ def environment(device: str, tensor_parallel: int, host: str, shared_gpus: str |
         "SGLANG_KILLPG_ON_SCHEDULER_EXCEPTION": "1",  # a crash ends the whole server, now
         "SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS": "1",  # else it lingers for a minute
     }
-    if interface := interface_of(host):
-        env.setdefault("GLOO_SOCKET_IFNAME", interface)  # as the actor's ranks: else gloo takes what the host name resolves to
+    if interface := interface_of(host):  # as in EngineWorker
+        env.setdefault("GLOO_SOCKET_IFNAME", interface)
     if device == "cpu":
         python_path.insert(0, str(CPU_OPS))
         env |= {

@@ -182,7 +182,7 @@ class ColocatedSync(WeightSync):
         self.make_room()
         self.actor.place("score")
         self.client.resume_memory("weights", self.timeout_s)
-        servers = dict.fromkeys(self.client.urls, self.server_tensor_parallel)
+        servers = dict.fromkeys(self.client.urls, self.server_tensor_parallel)  # url -> ranks
         for stage, buckets in enumerate(self.plans):
             last = stage == len(self.plans) - 1
             sharing = self.actor.start_share(stage, servers, str(version) if last else None, self.timeout_s)

@@ -28,9 +28,13 @@ def trained(model):
 def canary(client, model, limit=LIMIT):
     """The trainer's side is transformers on the same weights."""
     actor = SimpleNamespace(
-        logprobs=lambda samples, temperature: [(reference_logprobs(model, sample.token_ids), None) for sample in samples]
+        start_logprobs=lambda samples, temperature: lambda: [(reference_logprobs(model, x.token_ids), None) for x in samples]
     )
     return Canary(actor, client, model.config.vocab_size, CONTEXT, limit)
+
+
+def checked(canary, version):
+    return canary.check(version, canary.ask_trainer(version), timeout_s=60)
 
 
 def right(weights, before):
@@ -69,11 +73,11 @@ def test_right_weights_pass_whatever_the_version(sglang_server, make_client, mod
     client = make_client([sglang_server.url])
     client.close_gate()  # as in a push: the canary goes past it
     push(hf_weights(trained), "5")
-    checked = canary(client, trained)
-    assert all(checked.check(version, timeout_s=60) < LIMIT / 5 for version in (5, 6))
+    right = canary(client, trained)
+    assert all(checked(right, version) < LIMIT / 5 for version in (5, 6))
     for version in range(40):  # each comes back as the tokens that were sent
-        checked.client.score_now(checked.token_ids(version), timeout_s=60).result()
-    assert checked.token_ids(5) != checked.token_ids(6) and checked.token_ids(5) == checked.token_ids(5)
+        client.score_now(right.token_ids(version), timeout_s=60).result()
+    assert right.token_ids(5) != right.token_ids(6) and right.token_ids(5) == right.token_ids(5)
 
 
 @pytest.mark.parametrize("broken", [zeroed, swapped, stale_layer, stale_bias, stale_embedding, not_a_number])
@@ -81,7 +85,7 @@ def test_a_server_with_wrong_weights_is_named(sglang_server, make_client, model,
     client = make_client([sglang_server.url])
     push(list(broken(dict(hf_weights(trained)), dict(hf_weights(model))).items()), "5")
     with pytest.raises(RunError, match=f"version 5: {sglang_server.url} and the trainer differ by .* above 0.0001"):
-        canary(client, trained).check(5, timeout_s=60)
+        checked(canary(client, trained), 5)
 
 
 def test_servers_that_disagree_below_the_limit_are_named():
@@ -90,9 +94,8 @@ def test_servers_that_disagree_below_the_limit_are_named():
     answers = Future()
     answers.set_result([expected.tolist(), (expected + 5e-5).tolist()])
     client = SimpleNamespace(urls=["http://one", "http://two"], score_now=lambda ids, timeout_s: answers)
-    actor = SimpleNamespace(logprobs=lambda samples, temperature: [(expected, None)])
     with pytest.raises(RunError, match="http://one and http://two differ by 5e-05 .* above 1e-05: one of them has other weights"):
-        Canary(actor, client, 100, CONTEXT, LIMIT).check(1, timeout_s=1)
+        Canary(None, client, 100, CONTEXT, LIMIT).check(1, lambda: [(expected, None)], timeout_s=1)
 
 
 def test_a_short_context_makes_a_short_canary():

@@ -1,6 +1,8 @@
 """Faults that a real server cannot be told to make: a small HTTP server of the test's own stands in."""
 
+import base64
 import json
+import pickle
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -43,6 +45,10 @@ def fake_server():
         calls = []
 
         class Handler(BaseHTTPRequestHandler):
+            def do_GET(self):  # /health
+                self.send_response(200)
+                self.end_headers()
+
             def do_POST(self):
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 calls.append((self.path, body))
@@ -92,11 +98,28 @@ def test_the_retries_have_a_limit_and_the_error_names_server_and_reason(fake_ser
     assert len(calls) == 3
 
 
-def test_a_dead_servers_requests_go_to_the_next_one(fake_server, make_client):
+def test_a_dead_servers_requests_go_to_the_next_one_and_are_no_fault_of_theirs(fake_server, make_client):
     dead = f"http://127.0.0.1:{free_port('127.0.0.1')}"
     url, calls = fake_server(lambda path, n: (200, response()))
-    samples = make_client([dead, url], max_retries=1).generate([PROMPT] * 4, 1, WordTokenizer())
-    assert len(samples) == len(calls) == 4
+    client = make_client([dead, url], max_retries=0)
+    assert len(client.generate([PROMPT] * 4, 1, WordTokenizer())) == len(calls) == 4
+    assert client.urls == [url]
+    ((found, why),) = client.take_dead().items()
+    assert found == dead and "3 health checks in a row failed" in why and client.take_dead() == {}
+
+
+def test_requests_of_the_only_server_wait_for_its_successor(fake_server, make_client):
+    dead = f"http://127.0.0.1:{free_port('127.0.0.1')}"
+    url, calls = fake_server(lambda path, n: (200, response()))
+    client = make_client([dead], max_retries=0)
+
+    def restart():
+        if client.take_dead():
+            assert client.urls == []
+            client.admit([url])
+            client.open_gate()
+
+    assert len(client.generate([PROMPT] * 2, 1, WordTokenizer(), while_waiting=restart)) == len(calls) == 2
 
 
 def test_prompts_are_spread_over_the_servers(fake_server, make_client):
@@ -149,35 +172,35 @@ def test_too_few_responses_are_an_error(fake_server, make_client):
         make_client([url]).generate([PROMPT], 4, WordTokenizer())
 
 
-def test_buckets_follow_one_another_and_only_the_last_of_a_version_flushes_and_carries_it(fake_server, make_client):
+def test_a_stage_is_one_order_for_all_ranks_and_only_the_last_of_a_version_flushes_and_carries_it(fake_server, make_client):
     url, calls = fake_server(lambda path, n: (200, {"success": True, "message": "ok"}))
+    client = make_client([url])
+    client._num_ranks[url] = 2  # else it asks a server that knows
     buckets = [Bucket([name], ["float32"], [[2]]) for name in ("a", "b", "c")]
-    make_client([url]).receive_weights(buckets[:2], "stage-0", None).result()
-    make_client([url]).receive_weights(buckets[1:], "stage-1", "7").result()
-    sent = [(body["names"], body["group_name"], body["flush_cache"], body["weight_version"]) for _, body in calls]
+    client.receive_weights(buckets[:2], "stage-0", None, timeout_s=5).result()
+    client.receive_weights(buckets[2:], "stage-1", "7", timeout_s=5).result()
+    sent = []
+    for path, body in calls:
+        payloads = [pickle.loads(base64.b64decode(payload)) for payload in body.pop("serialized_named_tensors")]
+        ((order, tensor),) = payloads[0]
+        assert len(payloads) == 2 and tensor.numel() == 0 and path == "/update_weights_from_tensor"
+        order = json.loads(order)
+        sent.append((order["do"], order["group"], [bucket[0] for bucket in order["buckets"]], body))
+    receiver = {"load_format": "megarl.rollout.receiver.receive"}
     assert sent == [
-        (["a"], "stage-0", False, None),
-        (["b"], "stage-0", False, None),
-        (["b"], "stage-1", False, None),
-        (["c"], "stage-1", True, "7"),
+        ("receive", "stage-0", [["a"], ["b"]], receiver | {"flush_cache": False, "weight_version": None}),
+        ("receive", "stage-1", [["c"]], receiver | {"flush_cache": True, "weight_version": "7"}),
     ]
 
 
 def test_a_weight_update_without_success_is_an_error_naming_the_server(fake_server, make_client):
     good, _ = fake_server(lambda path, n: (200, {"success": True, "message": "ok"}))
-    bad, calls = fake_server(lambda path, n: (200, {"success": False, "message": "Cache flush failed"}))
-    received = make_client([good, bad]).receive_weights([Bucket(["w"], ["float32"], [[2]])], "group", "7")
-    with pytest.raises(RunError, match=f"bucket 1 of 1: {bad}/update_weights_from_distributed: Cache flush failed"):
+    bad, _ = fake_server(lambda path, n: (200, {"success": False, "message": "Cache flush failed"}))
+    client = make_client([good, bad])
+    client._num_ranks = {good: 1, bad: 1}
+    received = client.receive_weights([Bucket(["w"], ["float32"], [[2]])], "group", "7", timeout_s=5)
+    with pytest.raises(RunError, match=f"{bad}/update_weights_from_tensor: Cache flush failed"):
         received.result()
-    assert calls[0][1] == {
-        "names": ["w"],
-        "dtypes": ["float32"],
-        "shapes": [[2]],
-        "group_name": "group",
-        "flush_cache": True,
-        "weight_version": "7",
-        "load_format": "flattened_bucket",
-    }
 
 
 def test_a_gate_that_stays_closed_is_an_error(fake_server, make_client):
