@@ -34,6 +34,16 @@ SHAPES = {
         "num_key_value_heads": 2,
         "tie_word_embeddings": True,
     },
+    "qwen2.5-3b": _QWEN2_5
+    | {
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+    },
     "qwen2.5-7b": _QWEN2_5
     | {
         "vocab_size": 152064,

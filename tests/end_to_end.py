@@ -79,12 +79,12 @@ class Run:
         return tagged_processes(self.tag)
 
 
-def tagged_processes(tag: str) -> dict[int, str]:
-    """pid -> command line of every living process with the tag."""
+def tagged_processes(tag: str, variable: str = TAG) -> dict[int, str]:
+    """pid -> command line of every living process with the tag in this variable of its environment."""
     found = {}
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if f"{TAG}={tag}".encode() in (path / "environ").read_bytes():
+            if f"{variable}={tag}".encode() in (path / "environ").read_bytes():
                 found[int(path.name)] = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode()[:200]
     return found
 

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import islice
 
 import torch
@@ -48,17 +49,15 @@ class WeightSender:
         the bucket whose broadcast failed or was not done after `timeout_s`, or the ranks of the group that could not load;
         the ranks that help have then finished all the same.
         """
+        if not parallel.sends_weights():
+            return self._help()
         broadcasts: list[dist.Work] = []
-        filled = self.filled()
-        try:
+        with self._filled() as filled:
             for i, bucket in enumerate(filled):
                 broadcasts.append(self.group.broadcast(bucket))
                 if i > 0:
                     self._wait(broadcasts, i - 1, timeout_s)  # its buffer is the next to be filled
             self._wait(broadcasts, len(broadcasts) - 1, timeout_s)
-        finally:
-            for _ in filled:  # the ranks that help gather to the end
-                pass
         errors = {rank: error for rank, error in self.group.reports(timeout_s).items() if error}
         if errors:
             raise RunError("; ".join(f"server rank {rank - 1}: {error}" for rank, error in errors.items()))
@@ -69,38 +68,37 @@ class WeightSender:
         A collective of the ranks that help. The servers load one bucket while the next is gathered; with the last they get
         the version. Raises RunError naming the bucket and the server that failed or did not answer within `timeout_s`.
         """
-        parallel.share_memory_by_name()
-        filled = self.filled()
-        with ThreadPoolExecutor(len(servers)) as pool:
-            answers: list[Future] = []
-            try:
-                for i, bucket in enumerate(filled):
-                    parallel.synchronize()
-                    _wait_answers(answers)
-                    order = {"do": "load", "bucket": self.buckets[i]}
-                    version = weight_version if i + 1 == len(self.buckets) else None
-                    where = f"bucket {i + 1} of {len(self.buckets)}"
-                    bodies = {url: orders.request(order, ranks, version, bucket) for url, ranks in servers.items()}
-                    answers = [pool.submit(post, url + orders.PATH, body, timeout_s, where) for url, body in bodies.items()]
-                _wait_answers(answers)
-            finally:
-                for _ in filled:
-                    pass
-
-    def filled(self) -> Iterator[torch.Tensor]:
-        """The buckets in order, [bytes] uint8 each; of two buffers in turns, so that at most one may still be in use when
-        the next is asked for. A collective of the ranks that help: none of them gets any but the one that sends."""
-        tensors = self.engine.hf_tensors()
         if not parallel.sends_weights():
-            for _ in tensors:
-                pass
-            return
+            return self._help()
+        parallel.share_memory_by_name()
+        answers: list[Future] = []
+        with ThreadPoolExecutor(len(servers)) as pool, self._filled() as filled:
+            for i, bucket in enumerate(filled):
+                parallel.synchronize()
+                _wait_answers(answers)
+                order = {"do": "load", "bucket": self.buckets[i]}
+                version = weight_version if i + 1 == len(self.buckets) else None
+                where = f"bucket {i + 1} of {len(self.buckets)}"
+                bodies = {url: orders.request(order, ranks, version, bucket) for url, ranks in servers.items()}
+                answers = [pool.submit(post, url + orders.PATH, body, timeout_s, where) for url, body in bodies.items()]
+            _wait_answers(answers)
+
+    def _help(self) -> None:
+        for _ in self.engine.hf_tensors():
+            pass
+
+    @contextmanager
+    def _filled(self) -> Iterator[Iterator[torch.Tensor]]:
+        """The buckets in order, [bytes] uint8 each; of two buffers in turns, so that at most one may still be in use when
+        the next is asked for. Gathers to the end whatever happens inside: the ranks that help do so too."""
+        tensors = self.engine.hf_tensors()
         largest = max(bucket.num_bytes for bucket in self.buckets)
         buffers = [torch.empty(largest, dtype=torch.uint8, device=parallel.device()) for _ in self.buckets[:2]]
-        for i, bucket in enumerate(self.buckets):
-            yield fill(buffers[i % 2], islice(tensors, len(bucket.names)))
-        for _ in tensors:  # the generator's own end
-            pass
+        try:
+            yield (fill(buffers[i % 2], islice(tensors, len(bucket.names))) for i, bucket in enumerate(self.buckets))
+        finally:
+            for _ in tensors:
+                pass
 
     def _wait(self, broadcasts: list[dist.Work], i: int, timeout_s: float) -> None:
         """Until bucket `i` has left its buffer."""

@@ -28,6 +28,7 @@ from megarl.sample import Prompt, Sample
 FIRST_BACKOFF_S = 0.5  # doubles with each attempt
 CLOSE_S = 10.0
 POLL_S = 0.5  # between two calls of `while_waiting`
+PAUSE_TIMEOUT_S = 5.0  # for what a server that works does at once
 HEALTH_TIMEOUT_S = 25.0  # SGLang answers after a token, or after 20 s that it has none
 ABORTED_STATUS = 499  # SGLang's answer where a request was aborted before its first token
 MAX_BODY = 500  # characters of a server's answer in an error
@@ -331,9 +332,9 @@ class RolloutClient:
     async def _comes_back(self, url: str, paused: bool) -> bool:
         try:
             if paused:
-                await self._call(url, "/model_info", None, HEALTH_TIMEOUT_S)
+                await self._call(url, "/model_info", None, PAUSE_TIMEOUT_S)
             else:
-                await self._call(url, "/continue_generation", {}, HEALTH_TIMEOUT_S)
+                await self._call(url, "/continue_generation", {}, PAUSE_TIMEOUT_S)
                 await self._call(url, "/health", None, HEALTH_TIMEOUT_S)
             return True
         except (ServerFault, RunError):

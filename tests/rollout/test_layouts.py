@@ -5,6 +5,7 @@ not come, or comes to the wrong place, is seen. A server takes half a minute and
 """
 
 import contextlib
+import itertools
 import json
 import time
 import urllib.request
@@ -24,11 +25,12 @@ from megarl.errors import RunError
 from megarl.rollout.client import RolloutClient
 from megarl.rollout.server import Server, free_port
 from megarl.rollout.weights_group import WeightsGroup, describe, fill
-from megarl.sample import Prompt
 
 BUCKET_BYTES = 20_000  # a layer takes several, and the largest matrices are larger than one
 TIMEOUT_S = 90
 TOLERANCE = 1e-5
+VERSIONS, SEEDS = itertools.count(1), itertools.count(1)
+WAYS = ["broadcast", "shared memory"]
 DENSE_ACTORS = {
     "TP 2 PP 2": (4, {"tensor_parallel": 2, "pipeline_parallel": 2}),
     "PP 2 VPP 2": (2, {"pipeline_parallel": 2, "virtual_pipeline_parallel": 2}),
@@ -69,8 +71,7 @@ def moe_server(moe_folder, tmp_path_factory):
 @pytest.fixture(scope="module")
 def second_server(model_folder, tmp_path_factory):
     """Beside the session's, of the same shape; it does not survive the last test that uses it."""
-    folder = redrawn(model_folder, tmp_path_factory.mktemp("second"), seed=1)
-    with serving(folder, 1, tmp_path_factory) as server:
+    with serving(redrawn(model_folder, tmp_path_factory.mktemp("second")), 1, tmp_path_factory) as server:
         yield server
 
 
@@ -86,9 +87,9 @@ def serving(folder, tensor_parallel, tmp_path_factory):
         server.stop()
 
 
-def redrawn(model_folder: Path, folder: Path, seed: int) -> Path:
-    """The model with other random weights, in `folder`."""
-    generator = torch.Generator().manual_seed(seed)
+def redrawn(model_folder: Path, folder: Path) -> Path:
+    """The model in `folder`, with random weights unlike those of any other call."""
+    generator = torch.Generator().manual_seed(next(SEEDS))
     weights = load_file(model_folder / "model.safetensors")
     for name in sorted(weights):
         noise = torch.randn(weights[name].shape, generator=generator)
@@ -123,21 +124,26 @@ def assert_all_servers_hold(client: RolloutClient, folder: Path, version: str) -
 
 
 def send_weights(rank, folder, role, urls, server_tensor_parallel, ports, version):
-    """What the coordinator and an actor's ranks do together; here the stages' sending ranks call the servers themselves."""
+    """What the coordinator and an actor's ranks do together; here the stages' sending ranks call the servers themselves.
+
+    Broadcast through a group on each stage's port; without ports, by handles of the ranks' memory.
+    """
     from megarl.engine import parallel
     from megarl.engine.weights import WeightSender
 
     sender = WeightSender(make_engine(folder, **role), BUCKET_BYTES)
-    for stage, port in enumerate(ports):
+    for stage in range(parallel.pipeline_parallel_size()):
         if stage == parallel.pipeline_parallel_rank() and parallel.helps_to_send():
-            if parallel.sends_weights():
-                send_stage(sender, urls, server_tensor_parallel, port, f"{version}-{stage}", version)
+            if ports is None:
+                sender.share({url: server_tensor_parallel for url in urls}, version, TIMEOUT_S)
+            elif parallel.sends_weights():
+                broadcast(sender, urls, server_tensor_parallel, ports[stage], f"{version}-{stage}", version)
             else:
                 sender.send(TIMEOUT_S)
         parallel.barrier()
 
 
-def send_stage(sender, urls, server_tensor_parallel, port, group, version):
+def broadcast(sender, urls, server_tensor_parallel, port, group, version):
     client = RolloutClient(urls, SamplingConfig(), TIMEOUT_S, 0, 1, [], 1)
     world_size = 1 + len(urls) * server_tensor_parallel
     joined = [
@@ -154,10 +160,11 @@ def send_stage(sender, urls, server_tensor_parallel, port, group, version):
     client.close()
 
 
-def push_from_ranks(client: RolloutClient, server_tensor_parallel: int, folder: Path, actor, version: str) -> None:
+def push_from_ranks(client: RolloutClient, server_tensor_parallel: int, folder: Path, actor, way: str) -> None:
     """Have an actor of (number of ranks, layout) send the folder's weights to all servers, and see that they are there."""
     world_size, role = actor
-    ports = [free_port("127.0.0.1") for _ in range(role.get("pipeline_parallel", 1))]
+    ports = [free_port("127.0.0.1") for _ in range(role.get("pipeline_parallel", 1))] if way == "broadcast" else None
+    version = str(next(VERSIONS))
     run_ranks(send_weights, world_size, folder, role, client.urls, server_tensor_parallel, ports, version, **role)
     assert_all_servers_hold(client, folder, version)
 
@@ -165,7 +172,7 @@ def push_from_ranks(client: RolloutClient, server_tensor_parallel: int, folder: 
 @pytest.mark.parametrize("model", ["dense_folder", "moe_folder", "model_folder"])
 def test_one_tensor_left_as_it_was_would_be_seen(request, tmp_path, model):
     folder = request.getfixturevalue(model)
-    before, after = hf_model(folder), hf_model(redrawn(folder, tmp_path, seed=2))
+    before, after = hf_model(folder), hf_model(redrawn(folder, tmp_path))
     expected = reference(after)
     for (name, new), (_, old) in zip(after.named_parameters(), before.named_parameters(), strict=True):
         for i in range(new.shape[0] if new.dim() == 3 else 1):  # one expert after another
@@ -176,37 +183,40 @@ def test_one_tensor_left_as_it_was_would_be_seen(request, tmp_path, model):
             new.data.copy_(kept)
 
 
-@pytest.mark.parametrize("layout", DENSE_ACTORS)
-def test_untied_weights_with_biases_reach_a_server_of_tp_2(dense_server, dense_folder, make_client, tmp_path, layout):
-    version = 3 + list(DENSE_ACTORS).index(layout)
-    folder = redrawn(dense_folder, tmp_path, seed=version)
-    push_from_ranks(make_client([dense_server.url]), 2, folder, DENSE_ACTORS[layout], str(version))
+@pytest.mark.parametrize("layout, way", [("TP 2 PP 2", "broadcast"), ("TP 2 PP 2", "shared memory"), ("PP 2 VPP 2", "broadcast")])
+def test_untied_weights_with_biases_reach_a_server_of_tp_2(dense_server, dense_folder, make_client, tmp_path, layout, way):
+    folder = redrawn(dense_folder, tmp_path)
+    push_from_ranks(make_client([dense_server.url]), 2, folder, DENSE_ACTORS[layout], way)
 
 
 @pytest.mark.usefixtures("push")  # which gives the session's server its weights back
-def test_tied_weights_reach_two_servers(sglang_server, second_server, model_folder, make_client, tmp_path):
+@pytest.mark.parametrize("way", WAYS)
+def test_tied_weights_reach_two_servers(sglang_server, second_server, model_folder, make_client, tmp_path, way):
     client = make_client([sglang_server.url, second_server.url])
-    push_from_ranks(client, 1, redrawn(model_folder, tmp_path, seed=3), (2, {"pipeline_parallel": 2}), "6")
+    push_from_ranks(client, 1, redrawn(model_folder, tmp_path), (2, {"pipeline_parallel": 2}), way)
 
 
-def test_an_update_whose_cache_flush_is_refused_fails_and_the_server_says_why(second_server, make_client, tokenizer):
-    """SGLang refuses it while requests wait, in place, for the end of a pause; pauses of ours abort them. It then dies."""
-    client = make_client([second_server.url], max_retries=0, max_new_tokens=200, stop_token_ids=[])
-    port = free_port("127.0.0.1")
+def test_an_update_whose_cache_flush_is_refused_fails_and_the_server_says_why(second_server, make_client):
+    """SGLang refuses it while requests wait, in place, for the end of a pause; ours abort them. The server then dies."""
+    url, client, port = second_server.url, make_client([second_server.url]), free_port("127.0.0.1")
     joined = client.join_weights_group(0, "127.0.0.1", port, 1, 2, "refused", "gloo", TIMEOUT_S)
     group = WeightsGroup("gloo", "127.0.0.1", port, 0, 2, "refused", TIMEOUT_S)
     joined.result()
     weights = hf_weights(hf_model(second_server.model_path))
     bucket = describe(weights)
+    requests = {
+        "input_ids": [[i, 5, 9] for i in range(64)],
+        "sampling_params": {"max_new_tokens": 200, "ignore_eos": True},
+    }
     with ThreadPoolExecutor(1) as pool:
-        generating = pool.submit(client.generate, [Prompt([], [i, 5, 9]) for i in range(32)], 8, tokenizer)
-        wait_for_requests(second_server.url)
-        post(second_server.url, "/pause_generation", {"mode": "in_place"})
+        generating = pool.submit(post, url, "/generate", requests)
+        wait_for_requests(url)
+        post(url, "/pause_generation", {"mode": "in_place"})
         received = client.receive_weights([bucket], "refused", "7", TIMEOUT_S)
         group.broadcast(fill(torch.empty(bucket.num_bytes, dtype=torch.uint8), weights)).wait()
-        with pytest.raises(RunError, match=f"{second_server.url}/update_weights_from_tensor: "):
+        with pytest.raises(RunError, match=f"{url}/update_weights_from_tensor: "):
             received.result()
-        with pytest.raises(RunError, match=second_server.url):
+        with pytest.raises(OSError):
             generating.result()
     group.leave()
     assert "Cache flush failed after updating weights" in second_server.death_report(wait_s=30)
@@ -229,18 +239,18 @@ def post(url: str, path: str, body: dict) -> None:
     urllib.request.urlopen(request, timeout=TIMEOUT_S).close()
 
 
-@pytest.mark.parametrize("layout", MOE_ACTORS)
-def test_experts_reach_a_server_of_tp_2_in_their_order(moe_server, moe_folder, make_client, tmp_path, layout):
-    version = 10 + list(MOE_ACTORS).index(layout)
-    folder = redrawn(moe_folder, tmp_path, seed=version)
-    push_from_ranks(make_client([moe_server.url]), 2, folder, MOE_ACTORS[layout], str(version))
+@pytest.mark.parametrize(
+    "layout, way", [("EP 2", "broadcast"), *(pytest.param(n, w, marks=pytest.mark.soak) for n in MOE_ACTORS for w in WAYS)]
+)
+def test_experts_reach_a_server_of_tp_2_in_their_order(moe_server, moe_folder, make_client, tmp_path, layout, way):
+    push_from_ranks(make_client([moe_server.url]), 2, redrawn(moe_folder, tmp_path), MOE_ACTORS[layout], way)
 
 
 @pytest.mark.soak
 def test_two_servers_of_tp_2_are_behind_one_another_in_the_group(
     dense_server, dense_folder, make_client, tmp_path, tmp_path_factory
 ):
-    with serving(redrawn(dense_folder, tmp_path, seed=20), 2, tmp_path_factory) as other:
-        (tmp_path / "actor").mkdir()
-        folder = redrawn(dense_folder, tmp_path / "actor", seed=21)
-        push_from_ranks(make_client([dense_server.url, other.url]), 2, folder, DENSE_ACTORS["TP 2 PP 2"], "30")
+    with serving(redrawn(dense_folder, tmp_path), 2, tmp_path_factory) as other:
+        client = make_client([dense_server.url, other.url])
+        folder = redrawn(dense_folder, tmp_path_factory.mktemp("actor"))
+        push_from_ranks(client, 2, folder, DENSE_ACTORS["TP 2 PP 2"], "broadcast")
