@@ -159,8 +159,9 @@ class Trainer:
                 metrics |= self.update(samples, step, temperature)
             memory |= self.memory("update")
         if self.is_due(step, self.config.trainer.save_every):
-            with timed(times, "save"):  # now, while the weights are where they can be read
+            with timed(times, "save"):  # now: a push may send the weights to host memory
                 self.save(f"step_{step:06d}")
+        self.place("score", times)
         with timed(times, "sync"):
             metrics |= self.fleet.push(version=step)
         metrics["skipped_updates"] = self.skipped.count

@@ -15,7 +15,7 @@ START_S = 300  # for a run to begin its first step on two busy cores
 SHORT = ("name=test", "warm_start.steps=100", "data.validation=null", "trainer.steps=10000")
 TWO_STAGES = ("roles.actor.tensor_parallel=1", "roles.actor.pipeline_parallel=2")
 MORE_PATHS = ("rollout.sampling.temperature=0.7", "algorithm.mini_batch_size=64", "algorithm.kl_coefficient=0.01",
-              "algorithm.entropy_coefficient=0.001", "roles.actor.offload=all",
+              "algorithm.entropy_coefficient=0.001", "placement=colocated", "trainer.save_on_interrupt=true",
               "roles.actor.optimizer.schedule=cosine", "roles.actor.optimizer.warmup_steps=2")  # fmt: skip
 ENDS_S = 150  # seconds on an idle machine; the imports alone take a minute on a busy one
 
@@ -78,14 +78,17 @@ def assert_servers_follow_the_actor(run: Run) -> None:
     assert all(m["rollout/logprob_diff_mean"] < 1e-5 for m in found)
 
 
-def test_ctrl_c_ends_everything(tmp_path):
-    """Also: two stages, two updates per step, KL and entropy terms, offload, a falling rate, and agreement of log-probs at a temperature other than 1."""
+def test_ctrl_c_saves_if_told_to_and_ends_everything(tmp_path):
+    """Also: actor and server in turns, two stages, two updates per step, KL and entropy terms, a falling rate, and agreement
+    of log-probs at a temperature other than 1."""
     with Run(tmp_path, QUICKSTART, *SHORT, *TWO_STAGES, *MORE_PATHS) as run:
         run.wait_for_step(tmp_path / "runs/test", 2, START_S)
         assert_servers_follow_the_actor(run)
         run.process.send_signal(signal.SIGINT)
         assert run.wait(ENDS_S) == 130
         assert_one_sentence(run, "interrupted")
+        (saved,) = (tmp_path / "runs/test/checkpoints").iterdir()
+        assert saved.name.startswith("interrupted_") and (saved / "megarl.json").is_file()
 
 
 def test_a_killed_trainer_leaves_nothing(tmp_path):
@@ -100,15 +103,24 @@ def test_a_killed_trainer_leaves_nothing(tmp_path):
 
 
 @pytest.mark.soak
-def test_a_killed_server_ends_the_run_and_is_named(tmp_path):
-    with Run(tmp_path, QUICKSTART, *SHORT, "rollout.tensor_parallel=2", "rollout.max_retries=1") as run:
+def test_a_killed_server_is_started_again_and_the_one_death_too_many_ends_the_run(tmp_path):
+    with Run(tmp_path, QUICKSTART, *SHORT, "rollout.tensor_parallel=2", "rollout.max_restarts=1") as run:
         run.wait_for_step(tmp_path / "runs/test", 2, START_S)
         assert_servers_follow_the_actor(run)
-        schedulers = [pid for pid, command in run.descendants().items() if "sglang::scheduler" in command]
-        assert len(schedulers) == 2, run.descendants()
-        os.kill(schedulers[0], signal.SIGKILL)
+        os.kill(schedulers(run)[0], signal.SIGKILL)
+        assert wait_until(lambda: any(m["rollout/restarts"] for m in steps(tmp_path / "runs/test")), START_S), run.output
+        reached = len(steps(tmp_path / "runs/test"))
+        run.wait_for_step(tmp_path / "runs/test", reached + 2, START_S)
+        assert_servers_follow_the_actor(run)
+        os.kill(schedulers(run)[0], signal.SIGKILL)
         assert run.wait(ENDS_S) == 1
-        assert_one_sentence(run, "http://127.0.0.1:", "server-0.log")
+        assert_one_sentence(run, "rollout server 0 (http://127.0.0.1:", "after 1 restarts (rollout.max_restarts=1)", "is back")
+
+
+def schedulers(run: Run) -> list[int]:
+    pids = [pid for pid, command in run.descendants().items() if "sglang::scheduler" in command]
+    assert len(pids) == 2, run.descendants()
+    return pids
 
 
 @pytest.mark.soak

@@ -1,5 +1,6 @@
 """STRICT_PACK placement groups: checked against the cluster before anything waits, and removed on every exit."""
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -75,15 +76,21 @@ def living_nodes() -> list[Node]:
     ]
 
 
-def plan_nodes(requests: list[GroupRequest], nodes: list[Node]) -> list[Node]:
+def plan_nodes(requests: list[GroupRequest], nodes: list[Node], free: bool = False) -> list[Node]:
     """A node for each group, so that all fit together; groups of one multi-node role are on different nodes, in order.
 
-    Whoever holds the nodes now: what they have in total counts. The largest group goes first, each to the smallest room
-    that fits. Raises RunError, with what is wanted and what each node has, where not all can be placed.
+    In what the nodes have in total, whoever holds it now, or in what is `free`. Roles of several nodes go first, then the
+    largest group, each to the smallest room that fits. Raises RunError, with what is wanted and what each node has, where not
+    all can be placed.
     """
-    left = {node.name: dict(node.total) for node in nodes}
+    left = {node.name: dict(node.free if free else node.total) for node in nodes}
     chosen: dict[int, str] = {}
-    for index, request in sorted(enumerate(requests), key=lambda item: (-item[1].total["GPU"], -item[1].total["CPU"])):
+
+    def hardest_first(item: tuple[int, GroupRequest]) -> tuple:
+        request = item[1]
+        return not spans_nodes(request, requests), -request.total["GPU"], -request.total["CPU"]
+
+    for index, request in sorted(enumerate(requests), key=hardest_first):
         siblings = {chosen[i] for i in chosen if requests[i].role == request.role != SERVER}
         fits = [n for n in left if n not in siblings and all(left[n].get(k, 0) + 1e-6 >= v for k, v in request.total.items())]
         if not fits:
@@ -96,6 +103,10 @@ def plan_nodes(requests: list[GroupRequest], nodes: list[Node]) -> list[Node]:
         chosen |= dict(zip(places, sorted(chosen[i] for i in places)))
     by_name = {node.name: node for node in nodes}
     return [by_name[chosen[index]] for index in range(len(requests))]
+
+
+def spans_nodes(request: GroupRequest, requests: list[GroupRequest]) -> bool:
+    return request.role != SERVER and requests.count(request) > 1
 
 
 def placement_table(requests: list[GroupRequest], nodes: list[Node]) -> str:
@@ -114,13 +125,17 @@ def place(
 
     Raises RunError after `timeout_s`, or at once where they cannot fit; `report` gets a line every PROGRESS_S till then.
     """
-    planned = plan_nodes(requests, living_nodes())
-    # Ray may choose where one node holds each role; else two groups of 4 could share a node of 8, and PACK has no order.
-    spans = any(requests.count(request) > 1 for request in requests if request.role != SERVER)
+    nodes = living_nodes()
+    planned = plan_nodes(requests, nodes)
+    # Two groups of 4 could share a node of 8, PACK has no order, and a small group could take the room of a large one. Where
+    # others hold what is needed Ray chooses, as soon as it can, if each role has one node.
+    pinned = any(spans_nodes(request, requests) for request in requests)
+    with contextlib.suppress(RunError):
+        planned, pinned = plan_nodes(requests, nodes, free=True), True
     groups: list[PlacementGroup] = []
     try:
         for position, (request, node) in enumerate(zip(requests, planned)):
-            selector = [{"ray.io/node-id": node.node_id}] * request.num_bundles if spans else None
+            selector = [{"ray.io/node-id": node.node_id}] * request.num_bundles if pinned else None
             bundles = [request.bundle] * request.num_bundles
             index = [earlier.role for earlier in requests[:position]].count(request.role)
             name = f"{run_id}/{request.role}/{index}"

@@ -78,6 +78,7 @@ class Fleet:
             self.push(version=0)
             checksum.compare(self.client, self._on_disk, "reading the model folder")
             self.make_room()
+            actor.place("update")  # as it was
 
     def generate(self, prompts: list[Prompt], group_size: int, tokenizer, temperature: float | None = None) -> list[Sample]:
         """As the client's; a dead server's requests are made again elsewhere, or by its successor if it was the only one."""

@@ -23,7 +23,7 @@ def request(order: dict, num_ranks: int, weight_version: str | None = None, shar
     """
     name = json.dumps(order)
     if shared is None:
-        payloads = [pickle.dumps([(name, torch.empty(0))])] * num_ranks
+        payloads = [pickle.dumps([(name, _Empty())])] * num_ranks
     else:  # one each: torch counts how often a handle is opened
         payloads = [_by_handle([(name, _Shared(shared))]) for _ in range(num_ranks)]
     return {
@@ -32,6 +32,13 @@ def request(order: dict, num_ranks: int, weight_version: str | None = None, shar
         "flush_cache": weight_version is not None,
         "weight_version": weight_version,
     }
+
+
+class _Empty:
+    """Pickled as an empty tensor. Pickling one goes by a function that Megatron replaces, and SGLang takes torch's only."""
+
+    def __reduce__(self):
+        return torch.Tensor, ()
 
 
 class _Shared:

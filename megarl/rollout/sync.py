@@ -45,8 +45,7 @@ class WeightSync:
         self.client.close_gate()
         try:
             self.client.pause(self.timeout_s)
-            sent = time.perf_counter()
-            expected = self._send(version)
+            expected, send_s = self._send(version)
             received = time.perf_counter()
             self.client.resume(self.timeout_s)
             self._check_versions(version)
@@ -56,14 +55,15 @@ class WeightSync:
         verified = time.perf_counter()
         self.client.open_gate()
         return {
-            "sync/gb_per_s": self.num_bytes / (received - sent) / 1e9,
+            "sync/gb_per_s": self.num_bytes / send_s / 1e9,
             "sync/verify_s": verified - received,
             "sync/canary_diff": difference,
             **self.memory,
         }
 
-    def _send(self, version: int) -> Expected:
-        """The weights to every server; returns the trainer's answer to the canary, which may be on its way."""
+    def _send(self, version: int) -> tuple[Expected, float]:
+        """The weights to every server. Returns the trainer's answer to the canary, which may be on its way, and the seconds
+        from the first bucket's start until the last one was loaded."""
         raise NotImplementedError
 
     def _check_versions(self, version: int) -> None:
@@ -91,9 +91,10 @@ class BroadcastSync(WeightSync):
         self._members: list[str] = []
         self._name = ""
 
-    def _send(self, version: int) -> Expected:
+    def _send(self, version: int) -> tuple[Expected, float]:
         if self._members != self.client.urls:
             self._join()
+        start = time.perf_counter()
         try:
             for stage, buckets in enumerate(self.plans):
                 last = stage == len(self.plans) - 1
@@ -107,7 +108,7 @@ class BroadcastSync(WeightSync):
         except RunError:
             self._members = []  # groups that a server has left, or hangs in, serve no further push
             raise
-        return expected
+        return expected, time.perf_counter() - start
 
     def _join(self) -> None:
         """New groups of the stages' senders and all servers; those before are given up."""
@@ -178,19 +179,21 @@ class ColocatedSync(WeightSync):
         self.client.leave_gpus(self.timeout_s)
         self.servers_hold_gpus = False
 
-    def _send(self, version: int) -> Expected:
+    def _send(self, version: int) -> tuple[Expected, float]:
         self.make_room()
         self.actor.place("score")
         self.client.resume_memory("weights", self.timeout_s)
         servers = dict.fromkeys(self.client.urls, self.server_tensor_parallel)  # url -> ranks
+        start = time.perf_counter()
         for stage, buckets in enumerate(self.plans):
             last = stage == len(self.plans) - 1
             sharing = self.actor.start_share(stage, servers, str(version) if last else None, self.timeout_s)
             wait_all(sharing, f"stage {stage}: handing weights over", self.timeout_s * (len(buckets) + 1))
+        send_s = time.perf_counter() - start
         if used := self.actor.used_bytes():
             self.memory = {"memory/sync_gpu_gb": used / 1e9}
         expected = self.canary.ask_trainer(version)
         self.actor.place("generate")  # behind the canary
         self.client.resume_memory("kv_cache", self.timeout_s)
         self.servers_hold_gpus = True
-        return expected
+        return expected, send_s

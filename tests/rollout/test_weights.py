@@ -50,8 +50,9 @@ def test_the_prefix_cache_does_not_survive_a_push(sglang_server, make_client, to
     sample = client.generate([prompt], 1, tokenizer, temperature=0.0)[0]
     assert difference() < 1e-4
     ids = torch.tensor([prompt.token_ids])
-    greedy = other.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False, eos_token_id=2)
-    assert sample.token_ids.tolist() == greedy[0].tolist() != before.token_ids.tolist()
+    mask = torch.ones_like(ids)
+    (greedy,) = other.generate(ids, attention_mask=mask, max_new_tokens=16, do_sample=False, eos_token_id=2)
+    assert sample.token_ids.tolist() == greedy.tolist() != before.token_ids.tolist()
     assert before.policy_version == (-1, -1) and sample.policy_version == (1, 1)
 
 
