@@ -273,7 +273,7 @@ class Trainer:
         return step == self.config.trainer.steps or (every > 0 and step % every == 0)
 
     def save(self, name: str) -> None:
-        self.place("score", {})
+        self.actor.place("score")
         folder = self.run.checkpoint(name)
         self.actor.save(str(folder.resolve()))
         self.console.line(f"checkpoint {folder}")
@@ -286,6 +286,7 @@ class Trainer:
         except KeyboardInterrupt:
             if self.config.trainer.save_on_interrupt:
                 self.console.line(f"interrupted in step {step}: saving; once more to end at once")
+                self.fleet.stop()  # whatever they were in the middle of
                 self.save(f"interrupted_{step:06d}")
             raise
 

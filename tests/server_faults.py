@@ -15,7 +15,7 @@ from megarl.data.chat import load_tokenizer
 from megarl.rollout.fleet import Fleet
 from megarl.sample import Prompt
 
-SYNC_TIMEOUT_S = 5
+SYNC_TIMEOUT_S = 10
 
 
 def survive(folder: Path, device: str, **settings) -> SimpleNamespace:

@@ -54,7 +54,7 @@ class Cluster:
                 self._requests, self.tag.run_id, self.config.cluster.placement_timeout_s, self.report
             )
             stack.callback(placement.remove, self._groups)
-            stack.callback(self._stop_servers)
+            stack.callback(self._end_servers)
             self._on_exit = stack.pop_all()
         return self
 
@@ -136,11 +136,14 @@ class Cluster:
     def _server_log(self, index: int) -> str:
         return str(self.log_directory / f"server-{index}.log")
 
-    def _stop_servers(self) -> None:
+    def stop_servers(self) -> None:
         """All at the same time: a server needs seconds to end."""
         stops = [server.stop.remote() for server in self._servers.values()]
         if stops:
             ray.wait(stops, num_returns=len(stops), timeout=STOP_TIMEOUT_S)
+
+    def _end_servers(self) -> None:
+        self.stop_servers()
         for server in self._servers.values():
             ray.kill(server)
 

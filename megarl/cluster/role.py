@@ -58,6 +58,10 @@ class RoleGroup:
             reports.append(f"{name} {how}; {where}")
         return reports
 
+    def has_died(self) -> bool:
+        """Whether one of the ranks is dead."""
+        return any("died" in how for how in who_is_gone(self._refs("address"), ANSWER_S).values())
+
     def use_optimizer(self, settings: OptimizerConfig) -> None:
         self._all("use_optimizer", settings)
 

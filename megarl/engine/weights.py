@@ -1,6 +1,5 @@
 """The actor's end of weight sync: a pipeline stage's weights as HF tensors, in buckets, broadcast to the servers."""
 
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ from megarl.rollout import orders
 from megarl.rollout.server import post
 from megarl.rollout.weights_group import Bucket, WeightsGroup, describe, fill
 
-POLL_S = 0.0002  # a bucket takes milliseconds
+FAILURE_S = 1.0  # for a server to say why a broadcast failed
 
 
 class WeightSender:
@@ -26,13 +25,17 @@ class WeightSender:
         self.engine = engine
         self.buckets = list(buckets_of(engine.hf_shapes(), bucket_bytes))
         self.group: WeightsGroup | None = None
+        self.receivers: list[str] = []  # of the group
 
     def plan(self) -> list[Bucket]:
         """The stage's buckets, in the order in which they are sent; [] on ranks that do not send."""
         return self.buckets if parallel.sends_weights() else []
 
-    def join(self, master_address: str, master_port: int, world_size: int, group_name: str, timeout_s: float) -> None:
-        """Make the broadcast group, as its rank 0; returns when all server ranks are in it. Nothing on other ranks.
+    def join(
+        self, master_address: str, master_port: int, receivers: list[str], group_name: str, timeout_s: float
+    ) -> None:
+        """Make the broadcast group, as its rank 0; returns when all `receivers`, the servers' ranks by name, are in it.
+        Nothing on ranks that do not send.
 
         A group from before is given up: one of its servers is gone.
         """
@@ -40,27 +43,28 @@ class WeightSender:
             return
         if self.group is not None:
             self.group.abort()
+        self.receivers = receivers
+        world_size = 1 + len(receivers)
         self.group = WeightsGroup(parallel.backend(), master_address, master_port, 0, world_size, group_name, timeout_s)
 
     def send(self, timeout_s: float) -> None:
         """Broadcast all buckets of the stage: a collective of the ranks that help, and of the servers for each bucket.
 
         Returns when the servers have loaded them. The next bucket is gathered while one is on the wire. Raises RunError naming
-        the bucket whose broadcast failed or was not done after `timeout_s`, or the ranks of the group that could not load;
-        the ranks that help have then finished all the same.
+        the bucket whose broadcast failed or was not done after `timeout_s`, and the servers' ranks that report a failure or
+        nothing; the ranks that help have then finished all the same.
         """
         if not parallel.sends_weights():
             return self._help()
-        broadcasts: list[dist.Work] = []
         with self._filled() as filled:
+            on_the_wire = None
             for i, bucket in enumerate(filled):
-                broadcasts.append(self.group.broadcast(bucket))
-                if i > 0:
-                    self._wait(broadcasts, i - 1, timeout_s)  # its buffer is the next to be filled
-            self._wait(broadcasts, len(broadcasts) - 1, timeout_s)
-        errors = {rank: error for rank, error in self.group.reports(timeout_s).items() if error}
-        if errors:
-            raise RunError("; ".join(f"server rank {rank - 1}: {error}" for rank, error in errors.items()))
+                arriving, on_the_wire = on_the_wire, self.group.broadcast(bucket)
+                if arriving is not None:
+                    self._wait(arriving, i - 1, timeout_s)  # its buffer is the next to be filled
+            self._wait(on_the_wire, len(self.buckets) - 1, timeout_s)
+        if failures := self._failures(timeout_s):
+            raise RunError(failures)
 
     def share(self, servers: dict[str, int], weight_version: str | None, timeout_s: float) -> None:
         """Hand all buckets of the stage to servers (url -> number of ranks) on this machine, by handles of our memory.
@@ -100,19 +104,17 @@ class WeightSender:
             for _ in tensors:
                 pass
 
-    def _wait(self, broadcasts: list[dist.Work], i: int, timeout_s: float) -> None:
+    def _wait(self, broadcast: dist.Work, i: int, timeout_s: float) -> None:
         """Until bucket `i` has left its buffer."""
-        where = f"bucket {i + 1} of {len(self.buckets)}"
-        deadline = time.monotonic() + timeout_s
-        while not broadcasts[i].is_completed():
-            if time.monotonic() > deadline:
-                self.group.abort()  # else its kernel would keep the GPU for ever
-                raise RunError(f"{where}: not received by all servers within {timeout_s:g} s")
-            time.sleep(POLL_S)
         try:
-            broadcasts[i].wait()
+            self.group.wait(broadcast, timeout_s)
         except RuntimeError as error:
-            raise RunError(f"{where}: the broadcast failed: {error}") from error
+            raise RunError(f"bucket {i + 1} of {len(self.buckets)}: {error}; {self._failures(FAILURE_S)}") from error
+
+    def _failures(self, timeout_s: float) -> str:
+        """What the servers' ranks have to say against the transfer."""
+        reports = self.group.reports(timeout_s)
+        return "; ".join(f"{self.receivers[rank - 1]}: {report}" for rank, report in reports.items() if report)
 
 
 def _wait_answers(answers: list[Future]) -> None:

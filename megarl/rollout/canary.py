@@ -43,11 +43,14 @@ class Canary:
         ids = self.token_ids(version)
         return self.actor.start_logprobs([Sample.from_response(Prompt([], ids[:1]), ids[1:], group_id=0, index=0)], 1.0)
 
-    def check(self, version: int, expected: Expected, timeout_s: float) -> float:
-        """The largest difference of a server. Raises RunError naming the server that is off, or the two that disagree."""
+    def ask_servers(self, version: int, timeout_s: float) -> dict[str, torch.Tensor]:
+        """url -> log-probs [L] of the version's sequence. Raises RunError naming a server that does not answer."""
         answers = self.client.score_now(self.token_ids(version), timeout_s).result()
-        servers = {url: torch.tensor(values) for url, values in zip(self.client.urls, answers, strict=True)}
-        ((trainer, _),) = expected()
+        return {url: torch.tensor(values) for url, values in zip(self.client.urls, answers, strict=True)}
+
+    def compare(self, version: int, expected: list, servers: dict[str, torch.Tensor]) -> float:
+        """The largest difference of a server. Raises RunError naming the server that is off, or the two that disagree."""
+        ((trainer, _),) = expected
         differences = {url: mean_difference(values, trainer) for url, values in servers.items()}
         worst = max(differences, key=lambda url: (math.isnan(differences[url]), differences[url]))
         if not differences[worst] <= self.limit:

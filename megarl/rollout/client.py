@@ -28,7 +28,7 @@ from megarl.sample import Prompt, Sample
 FIRST_BACKOFF_S = 0.5  # doubles with each attempt
 CLOSE_S = 10.0
 POLL_S = 0.5  # between two calls of `while_waiting`
-PAUSE_TIMEOUT_S = 5.0  # for what a server that works does at once
+PAUSE_TIMEOUT_S = 15.0  # for what a server that works does at once
 HEALTH_TIMEOUT_S = 25.0  # SGLang answers after a token, or after 20 s that it has none
 ABORTED_STATUS = 499  # SGLang's answer where a request was aborted before its first token
 MAX_BODY = 500  # characters of a server's answer in an error
@@ -54,10 +54,13 @@ class RolloutClient:
         max_concurrent_prompts: int,
         stop_token_ids: list[int],
         context_length: int,
+        gate_timeout_s: float | None = None,
     ):
+        """`gate_timeout_s` bounds the wait of a request for the gate; None: as an attempt."""
         assert urls, "a rollout client needs at least one server"
         self.sampling = sampling
         self.request_timeout_s = request_timeout_s
+        self.gate_timeout_s = gate_timeout_s or request_timeout_s
         self.max_retries = max_retries
         self.stop_token_ids = stop_token_ids
         self.context_length = context_length
@@ -130,21 +133,21 @@ class RolloutClient:
 
     def take_dead(self) -> dict[str, str]:
         """Servers found dead since the last call, each with why: they get no requests any more."""
-        return self.start(self._take_dead()).result()
+        return self._on_loop(self._health.take_dead)
 
     def silent(self, paused: bool) -> list[str]:
-        """After a failed weight update: the servers that are dead or do not come back to work. Of `paused` servers, without
-        their memory, only whether their HTTP server answers."""
+        """After a failed weight update: the servers that are dead or do not come back to work. Of `paused` servers, which may
+        be without their memory, only whether they answer."""
         answers = self.start(_all([self._comes_back(url, paused) for url in self.urls])).result()
         return [url for url, comes_back in zip(self.urls, answers) if not comes_back]
 
     def remove(self, url: str) -> None:
         """A server is gone: what it has of our requests is made again elsewhere, once the gate is open and there is one."""
-        self.start(self._bury(url)).result()
+        self._on_loop(self._health.bury, url)
 
     def admit(self, urls: list[str]) -> None:
         """All servers that there are now, in order."""
-        self._health.urls = urls
+        self._on_loop(self._health.admit, urls)
 
     @property
     def urls(self) -> list[str]:
@@ -221,10 +224,6 @@ class RolloutClient:
         """
         order = {"do": "receive", "group": group_name, "buckets": buckets}
         return self.start(_all([self._order(url, order, timeout_s, weight_version) for url in self.urls]))
-
-    def leave_weights_group(self, group_name: str, timeout_s: float) -> None:
-        order = {"do": "leave", "group": group_name}
-        self.start(_all([self._order(url, order, timeout_s) for url in self.urls])).result()
 
     def checksums(self, timeout_s: float) -> dict[str, dict[str, str]]:
         """url -> "rank/SGLang's name of the tensor" -> its checksum; on GPUs only."""
@@ -323,16 +322,18 @@ class RolloutClient:
         with contextlib.suppress(RunError):
             await self._call(url, "/health", None, HEALTH_TIMEOUT_S)
 
-    async def _bury(self, url: str) -> None:
-        self._health.bury(url)
+    def _on_loop(self, function: Callable, *arguments) -> Any:
+        """Health's state changes in the loop's thread only."""
 
-    async def _take_dead(self) -> dict[str, str]:
-        return self._health.take_dead()
+        async def call() -> Any:
+            return function(*arguments)
+
+        return self.start(call()).result(CLOSE_S)
 
     async def _comes_back(self, url: str, paused: bool) -> bool:
         try:
             if paused:
-                await self._call(url, "/model_info", None, PAUSE_TIMEOUT_S)
+                await self._call(url, "/server_info", None, PAUSE_TIMEOUT_S)  # asks the scheduler
             else:
                 await self._call(url, "/continue_generation", {}, PAUSE_TIMEOUT_S)
                 await self._call(url, "/health", None, HEALTH_TIMEOUT_S)
@@ -352,9 +353,9 @@ class RolloutClient:
 
     async def _wait_for_gate(self) -> None:
         try:
-            await asyncio.wait_for(self._gate.wait(), self.request_timeout_s)
+            await asyncio.wait_for(self._gate.wait(), self.gate_timeout_s)
         except TimeoutError:
-            raise RunError(f"rollout: the gate stayed closed for {self.request_timeout_s:g} s") from None
+            raise RunError(f"rollout: the gate stayed closed for {self.gate_timeout_s:g} s") from None
 
     def _control_all(self, path: str, body: dict, timeout_s: float | None) -> concurrent.futures.Future:
         return self.start(_all([self._control(url, path, body, timeout_s) for url in self.urls]))

@@ -56,6 +56,7 @@ class Fleet:
             max_concurrent_prompts=rollout.max_concurrent_prompts,
             stop_token_ids=[self.inputs.tokenizer.eos_token_id],
             context_length=self.inputs.context_length,
+            gate_timeout_s=rollout.request_timeout_s + (1 + rollout.max_restarts) * rollout.start_timeout_s,
         )
         if self.config.debug.sync_checksum:
             self._on_disk = self.client.checksums(checksum.TIMEOUT_S)
@@ -88,6 +89,7 @@ class Fleet:
         """As `WeightSync.push`, once more where a server died or hangs in it: after that one was started again, without the
         others waiting for it."""
         self.version = version
+        self.client.close_gate()
         self._restart_dead()
         metrics = self._push(version)
         if self.config.debug.sync_checksum:
@@ -100,39 +102,58 @@ class Fleet:
             try:
                 return self.sync.push(version)
             except SyncFailed as failure:
-                silent = self.client.silent(paused=self.sync.in_turns)
-                if not silent:
-                    raise
-                self.sync.leave_gpus()
-                for url in self.client.urls if self.sync.in_turns else silent:
-                    self._restart(url, str(failure))
+                self._recover(failure)
 
     def make_room(self) -> None:
         """Before the actor works, where servers share its GPUs: have them leave, those too that are just starting."""
-        if self.sync.in_turns:
+        while self.sync.in_turns:
+            self.client.close_gate()
             self._restart_dead()
             self._admit(wait=True)
-        self.sync.make_room()
+            try:
+                return self.sync.make_room()
+            except RunError as failure:
+                self._recover(failure)
+
+    def stop(self) -> None:
+        """End all servers for good."""
+        self.client.close_gate()
+        self.cluster.stop_servers()
+
+    def _recover(self, failure: RunError) -> None:
+        """Start the servers again that a failure shows to be dead or to hang; raise it where it shows none, or a dead rank of
+        the actor. Servers that share GPUs are all started again: who of them holds what is not known any more."""
+        if self.sync.actor.has_died():
+            raise failure
+        silent = self.client.silent(paused=self.sync.in_turns)
+        if not silent:
+            raise failure
+        self.sync.leave_gpus()
+        for i, url in enumerate(self.client.urls if self.sync.in_turns else silent):
+            self._restart(url, str(failure), counts=i == 0)  # they hang in one broadcast: one incident
 
     def _tend(self) -> None:
         """While requests run: start dead servers again, and bring them back at once where none is left."""
         self._restart_dead()
         if not self.client.urls:
+            self.sync.actor.place("score")  # its weights may be in host memory
             self.push(self.version)
+            self.sync.actor.place("generate")
 
     def _restart_dead(self) -> None:
         for url, why in self.client.take_dead().items():
             self._restart(url, why)
 
-    def _restart(self, url: str, why: str) -> None:
+    def _restart(self, url: str, why: str, counts: bool = True) -> None:
         index = self._urls.index(url)
         name = f"rollout server {index} ({url})"
         limit = self.config.rollout.max_restarts
-        if self.restarts == limit:
+        if counts and self.restarts == limit:
             raise RunError(f"{name} is gone, after {limit} restarts (rollout.max_restarts={limit}): {why}")
-        self.restarts += 1
+        self.restarts += counts
         self.report(f"warning: {name} is gone and is started again ({self.restarts} of {limit}): {why}")
         self.client.remove(url)
+        self.sync.forget_servers()
         self._starting[index] = self.cluster.restart_server(index)
 
     def _admit(self, wait: bool) -> None:

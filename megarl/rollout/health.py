@@ -55,7 +55,11 @@ class Health:
             await asyncio.sleep(WATCH_S)
             await asyncio.gather(*(self.is_dead(url, "no sign of life") for url in self.urls))
 
+    def admit(self, urls: list[str]) -> None:
+        self.urls = urls
+
     def bury(self, url: str) -> None:
+        self._dead.pop(url, None)
         self.urls = [other for other in self.urls if other != url]
         if not self.urls:
             self._gate.clear()
@@ -79,6 +83,6 @@ class Health:
                 last = fault
         if not self._gate.is_set():
             return False
-        self._dead[url] = f"{why}; then {STRIKES} health checks in a row failed, the last with: {last}"
         self.bury(url)
+        self._dead[url] = f"{why}; then {STRIKES} health checks in a row failed, the last with: {last}"
         return True

@@ -17,8 +17,8 @@ _groups: dict[str, WeightsGroup] = {}
 
 
 def receive(model, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
-    """Do what `orders.request` asks for in the name of the only tensor: join a group, receive its buckets, leave it; or load
-    a bucket that lies in the tensor.
+    """Do what `orders.request` asks for in the name of the only tensor: join a group, receive its buckets, or load a
+    bucket that lies in the tensor.
 
     What goes wrong with received buckets is told to the sender, through the group's store. An exception ends the server.
     """
@@ -30,12 +30,12 @@ def receive(model, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
         return
     name = order["group"]
     if order["do"] == "join":
+        for old in [old for old in _groups if old.rpartition("-")[0] != name.rpartition("-")[0]]:  # of before a restart
+            _groups.pop(old).abort()
         rank = order["rank_offset"] + torch.distributed.get_rank()
         _groups[name] = WeightsGroup(
             order["backend"], order["address"], order["port"], rank, order["world_size"], name, order["timeout_s"]
         )
-    elif order["do"] == "leave":
-        _groups.pop(name).leave()
     else:
         load(model, _groups[name], [Bucket(*bucket) for bucket in order["buckets"]])
 
@@ -59,12 +59,17 @@ def load(model, group: WeightsGroup, buckets: list[Bucket]) -> None:
 
 
 def receive_all(group: WeightsGroup, buckets: list[Bucket], device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
-    """(HF name, tensor) of all buckets. A tensor is a view of one of two buffers: use it before the next bucket's first."""
+    """(HF name, tensor) of all buckets. A tensor is a view of one of two buffers: use it before the next bucket's first.
+
+    Raises RuntimeError naming the bucket that failed or did not come within the group's timeout."""
     largest = max(bucket.num_bytes for bucket in buckets)
     buffers = [torch.empty(largest, dtype=torch.uint8, device=device) for _ in buckets[:2]]
     on_the_wire = group.broadcast(buffers[0][: buckets[0].num_bytes])
     for i, bucket in enumerate(buckets):
-        on_the_wire.wait()
+        try:
+            group.wait(on_the_wire, group.timeout_s)
+        except RuntimeError as error:
+            raise RuntimeError(f"bucket {i + 1} of {len(buckets)}: {error}") from error
         if i + 1 < len(buckets):
             on_the_wire = group.broadcast(buffers[(i + 1) % 2][: buckets[i + 1].num_bytes])
         yield from bucket.tensors(buffers[i % 2])

@@ -1,5 +1,6 @@
 """Actor weights -> rollout servers, verified. One coordinator, in the trainer's process, orders everything."""
 
+import contextlib
 import time
 import uuid
 from concurrent import futures
@@ -20,9 +21,12 @@ class WeightSync:
 
     in_turns = False  # whether servers and actor take turns on the same GPUs
 
-    def __init__(self, actor: RoleGroup, client: RolloutClient, settings: SyncConfig, canary: Canary):
+    def __init__(
+        self, actor: RoleGroup, client: RolloutClient, server_tensor_parallel: int, settings: SyncConfig, canary: Canary
+    ):
         self.actor = actor
         self.client = client
+        self.server_tensor_parallel = server_tensor_parallel
         self.canary = canary
         self.timeout_s = settings.timeout_s
         self.plans = actor.plan_buckets(settings.bucket_mb * 2**20)
@@ -31,6 +35,9 @@ class WeightSync:
 
     def make_room(self) -> None:
         """Before the actor works: have the servers leave its GPUs, where they share them."""
+
+    def forget_servers(self) -> None:
+        """One of them is started again: nothing that they were told before is known to all of them."""
 
     def leave_gpus(self) -> None:
         """Before servers are started again: have the actor leave their GPUs, where they share them."""
@@ -49,9 +56,10 @@ class WeightSync:
             received = time.perf_counter()
             self.client.resume(self.timeout_s)
             self._check_versions(version)
+            answers = self.canary.ask_servers(version, self.timeout_s)
         except RunError as error:
             raise SyncFailed(f"weight sync to version {version}, {error}") from error
-        difference = self.canary.check(version, expected, self.timeout_s)
+        difference = self.canary.compare(version, expected(), answers)
         verified = time.perf_counter()
         self.client.open_gate()
         return {
@@ -83,13 +91,13 @@ class BroadcastSync(WeightSync):
     stages sent one after another: two stages in opposite orders on two servers would wait for each other for ever.
     """
 
-    def __init__(
-        self, actor: RoleGroup, client: RolloutClient, server_tensor_parallel: int, settings: SyncConfig, canary: Canary
-    ):
-        super().__init__(actor, client, settings, canary)
-        self.server_tensor_parallel = server_tensor_parallel
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
         self._members: list[str] = []
         self._name = ""
+
+    def forget_servers(self) -> None:
+        self._members = []
 
     def _send(self, version: int) -> tuple[Expected, float]:
         if self._members != self.client.urls:
@@ -104,26 +112,31 @@ class BroadcastSync(WeightSync):
                     buckets, self._group(stage), str(version) if last else None, timeout_s
                 )
                 expected = self.canary.ask_trainer(version) if last else None  # right behind the sending
-                self._wait([receiving], sending, f"stage {stage}", timeout_s)
+                try:
+                    self._wait([receiving], sending, f"stage {stage}", timeout_s)
+                except RunError:
+                    with contextlib.suppress(RunError):  # the others are free again when the sender is
+                        wait_all(sending, "sending", 2 * self.timeout_s)
+                    raise
         except RunError:
-            self._members = []  # groups that a server has left, or hangs in, serve no further push
+            self.forget_servers()  # groups that one has left, or hangs in, serve no further push
             raise
         return expected, time.perf_counter() - start
 
     def _join(self) -> None:
         """New groups of the stages' senders and all servers; those before are given up."""
         self._name = uuid.uuid4().hex[:8]
-        world_size = 1 + len(self.client.urls) * self.server_tensor_parallel
+        ranks = [f"{url} (rank {rank})" for url in self.client.urls for rank in range(self.server_tensor_parallel)]
         for stage in range(len(self.plans)):
             address, port = self.actor.sender_address(stage)
-            joining = self.actor.start_join(stage, address, port, world_size, self._group(stage), self.timeout_s)
+            joining = self.actor.start_join(stage, address, port, ranks, self._group(stage), self.timeout_s)
             servers = [
                 self.client.join_weights_group(
                     server_index=index,
                     master_address=address,
                     master_port=port,
                     rank_offset=1 + index * self.server_tensor_parallel,
-                    world_size=world_size,
+                    world_size=1 + len(ranks),
                     group_name=self._group(stage),
                     backend=self.actor.backend,
                     timeout_s=self.timeout_s,
@@ -162,11 +175,8 @@ class ColocatedSync(WeightSync):
 
     in_turns = True
 
-    def __init__(
-        self, actor: RoleGroup, client: RolloutClient, server_tensor_parallel: int, settings: SyncConfig, canary: Canary
-    ):
-        super().__init__(actor, client, settings, canary)
-        self.server_tensor_parallel = server_tensor_parallel
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
         self.servers_hold_gpus = False  # at the start they have made room
 
     def leave_gpus(self) -> None:

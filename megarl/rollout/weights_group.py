@@ -3,7 +3,11 @@
 Both ends use it (engine/weights.py and, inside the servers, receiver.py), so it imports nothing but torch.
 """
 
+import contextlib
 import math
+import os
+import threading
+import time
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from typing import NamedTuple
@@ -12,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, distributed_c10d
 from torch.distributed.rendezvous import rendezvous
+
+POLL_S = 0.0002  # a bucket takes milliseconds
 
 
 class WeightsGroup:
@@ -22,30 +28,58 @@ class WeightsGroup:
     ):
         """Join the group; blocks until all `world_size` ranks have, at most `timeout_s`. Rank 0 hosts the store.
 
-        A server of tensor parallel n is n ranks. Torch itself ends a collective after twice that time (with NCCL the process
-        too): the sender's own deadline comes first. Raises torch.distributed.DistStoreError or RuntimeError when the others
-        do not come in time.
+        A server of tensor parallel n is n ranks. Torch itself ends a collective after twice that time; deadlines of ours come
+        first. Raises torch.distributed.DistStoreError or RuntimeError when the others do not come in time.
         """
         timeout = timedelta(seconds=timeout_s)
-        self.store, self.rank, self.world_size = next(
-            rendezvous(f"tcp://{master_address}:{master_port}", rank, world_size, timeout=timeout)
-        )
+        self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
+        self.store, _, _ = next(rendezvous(f"tcp://{master_address}:{master_port}", rank, world_size, timeout=timeout))
         self.store.set_timeout(timeout)
-        self.group, _ = distributed_c10d._new_process_group_helper(
-            world_size,
-            rank,
-            [],
-            distributed_c10d.Backend(backend),
-            PrefixStore(name, self.store),
-            group_name=name,
-            timeout=2 * timeout,
-        )
+        with _survivable() if rank == 0 else contextlib.nullcontext():
+            self.group, _ = distributed_c10d._new_process_group_helper(
+                world_size,
+                rank,
+                [],
+                distributed_c10d.Backend(backend),
+                PrefixStore(name, self.store),
+                group_name=name,
+                timeout=2 * timeout,
+            )
         distributed_c10d._world.pg_group_ranks[self.group] = {i: i for i in range(world_size)}
         self._transfers = 0
+        self._connect("cuda" if backend == "nccl" else "cpu")
+
+    def _connect(self, device: str) -> None:
+        """The first broadcast, which with NCCL makes the communicator and would wait for the others for ever."""
+        token = torch.zeros(1, device=device)
+
+        def run() -> None:
+            with torch.cuda.device(token.device) if token.is_cuda else contextlib.nullcontext():
+                self.broadcast(token).wait()
+                token.item()
+            connected.append(True)
+
+        connected: list[bool] = []
+        thread = threading.Thread(target=run, name="joining a weights group", daemon=True)
+        thread.start()
+        thread.join(self.timeout_s)
+        if not connected:
+            raise RuntimeError(f"not all {self.world_size} ranks of a weights group were there within {self.timeout_s:g} s")
 
     def broadcast(self, tensor: torch.Tensor) -> dist.Work:
         """Start to send `tensor` (rank 0) or to receive into it."""
         return dist.broadcast(tensor, src=0, group=self.group, async_op=True)
+
+    def wait(self, work: dist.Work, timeout_s: float) -> None:
+        """Raises RuntimeError where the broadcast failed or is not over in time; then the group is of no more use, but its
+        kernel does not keep the GPU."""
+        deadline = time.monotonic() + timeout_s
+        while not work.is_completed():
+            if time.monotonic() > deadline:
+                self.abort()
+                raise RuntimeError(f"not received by all servers within {timeout_s:g} s")
+            time.sleep(POLL_S)
+        work.wait()
 
     def report(self, error: str = "") -> None:
         """A server's rank: the buckets of one transfer are loaded, or what went wrong."""
@@ -53,12 +87,13 @@ class WeightsGroup:
         self._transfers += 1
 
     def reports(self, timeout_s: float) -> dict[int, str]:
-        """Rank 0: what each other rank reported of the transfer; "no answer ..." for one that does not within `timeout_s`."""
+        """Rank 0: what each other rank reported of the transfer; "no answer ..." for those that do not within `timeout_s`."""
+        deadline = time.monotonic() + timeout_s
         found = {}
         for rank in range(1, self.world_size):
             key = f"{self._transfers}/{rank}"
             try:
-                self.store.wait([key], timedelta(seconds=timeout_s))
+                self.store.wait([key], timedelta(seconds=max(0.01, deadline - time.monotonic())))
                 found[rank] = self.store.get(key).decode()
             except RuntimeError:  # DistStoreError among them
                 found[rank] = f"no answer within {timeout_s:g} s"
@@ -69,8 +104,19 @@ class WeightsGroup:
         """Give the group up without its other ranks: one of them may be dead, or hang in a broadcast."""
         self.group.abort()
 
-    def leave(self) -> None:
-        dist.destroy_process_group(self.group)
+
+@contextlib.contextmanager
+def _survivable():
+    """A group made here does not end this process when a peer of it is gone: torch's NCCL watchdog would."""
+    variable = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    before = os.environ.get(variable)
+    os.environ[variable] = "2"  # CleanUpOnly
+    try:
+        yield
+    finally:
+        os.environ.pop(variable)
+        if before is not None:
+            os.environ[variable] = before
 
 
 class Bucket(NamedTuple):

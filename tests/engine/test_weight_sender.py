@@ -21,7 +21,7 @@ LAYOUTS = {  # family, tied, ranks, role
     "PP 2 DP 2 EP 2": ("qwen3_moe", True, 4, {"pipeline_parallel": 2, "expert_parallel": 2}),
 }
 BUCKET_BYTES = 20_000  # the embedding is larger; of the experts' matrices it holds several
-TIMEOUT_S = 60
+TIMEOUT_S = 120  # the ranks import first
 
 
 def send(rank, folder, role, ports):
@@ -37,7 +37,7 @@ def send(rank, folder, role, ports):
     assert bool(plan) == parallel.sends_weights()
     if plan:
         (folder / f"plan-{stage}.json").write_text(json.dumps(plan))
-    sender.join("127.0.0.1", ports[stage], 2, f"{folder}-{stage}", TIMEOUT_S)
+    sender.join("127.0.0.1", ports[stage], ["receiver"], f"{folder}-{stage}", TIMEOUT_S)
     sender.send(TIMEOUT_S)
 
 
@@ -50,7 +50,7 @@ def receive(folder, stage, port):
         group.broadcast(buffer).wait()
         buckets.append(list(bucket.tensors(buffer)))
     group.report()
-    group.leave()
+    group.abort()
     return buckets
 
 

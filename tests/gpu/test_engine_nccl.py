@@ -96,6 +96,7 @@ def all_cases(rank, folders, cases, ports):
 
     outcomes = []
     for port, (model, impl, dtype, world_size, role) in zip(ports, cases, strict=True):
+        print(f"rank {rank}: {case_id((model, impl, dtype, world_size, role))}", flush=True)  # where it hangs, if it does
         parallel.shutdown()
         parallel.initialize(rank, world_size, "127.0.0.1", port, RoleConfig(**role), seed=1)
         try:
@@ -106,12 +107,17 @@ def all_cases(rank, folders, cases, ports):
 
 
 def score_and_step(folder, sequences, dtype, impl, role):
+    from megarl.engine import parallel
+
     engine = make_engine(folder, dtype, max_tokens=160, transformer_impl=impl, offload="all", **role)
     engine.use_optimizer(OptimizerConfig(clip_grad=1e9))
     samples = [Sample.from_response(Prompt([], s[:1]), s[1:], group_id=0, index=i) for i, s in enumerate(sequences)]
     logprobs = {i: values.tolist() for i, (values, _) in engine.logprobs(samples, temperature=1.0).items()}
     engine.capture_reference()
-    moved = [engine.place("generate"), engine.place("update")]
+    moved = []
+    for phase in ("generate", "update"):
+        engine.place(phase)
+        moved.append(parallel.used_bytes())
     assert moved[0] < moved[1]
     engine.train_step(samples, sft_loss, learning_rate=0.0)  # only from the second step on is the reduction overlapped
     steps = [engine.train_step(samples, sft_loss, learning_rate=1e-3)]

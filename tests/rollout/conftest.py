@@ -76,7 +76,10 @@ def make_client():
 
 @pytest.fixture
 def push(sglang_server, make_client, model):
-    """push(named_tensors, version): one bucket to the server; what it reports, "" where all is well. The model's own weights come back after the test."""
+    """push(named_tensors, version): one bucket to the server; what it reports, "" where all is well.
+
+    The model's own weights come back after the test.
+    """
     client = make_client([sglang_server.url])
     name, port = f"test-{uuid.uuid4().hex[:8]}", free_port("127.0.0.1")
     joined = client.join_weights_group(0, "127.0.0.1", port, 1, 2, name, "gloo", timeout_s=60)
@@ -92,5 +95,4 @@ def push(sglang_server, make_client, model):
 
     yield push
     push(hf_weights(model), str(NEVER_PUSHED))
-    client.leave_weights_group(name, timeout_s=60)
-    group.leave()
+    group.abort()

@@ -1,7 +1,6 @@
 """What the canary sees of a real server whose weights are not quite the trainer's."""
 
 import copy
-from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
@@ -34,7 +33,7 @@ def canary(client, model, limit=LIMIT):
 
 
 def checked(canary, version):
-    return canary.check(version, canary.ask_trainer(version), timeout_s=60)
+    return canary.compare(version, canary.ask_trainer(version)(), canary.ask_servers(version, timeout_s=60))
 
 
 def right(weights, before):
@@ -91,11 +90,9 @@ def test_a_server_with_wrong_weights_is_named(sglang_server, make_client, model,
 def test_servers_that_disagree_below_the_limit_are_named():
     """Two servers on cue: one of them is off by less than the trainer may be."""
     expected = torch.linspace(-5, -1, 64)
-    answers = Future()
-    answers.set_result([expected.tolist(), (expected + 5e-5).tolist()])
-    client = SimpleNamespace(urls=["http://one", "http://two"], score_now=lambda ids, timeout_s: answers)
+    answers = {"http://one": expected, "http://two": expected + 5e-5}
     with pytest.raises(RunError, match="http://one and http://two differ by 5e-05 .* above 1e-05: one of them has other weights"):
-        Canary(None, client, 100, CONTEXT, LIMIT).check(1, lambda: [(expected, None)], timeout_s=1)
+        Canary(None, None, 100, CONTEXT, LIMIT).compare(1, [(expected, None)], answers)
 
 
 def test_a_short_context_makes_a_short_canary():

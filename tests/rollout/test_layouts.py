@@ -150,13 +150,12 @@ def broadcast(sender, urls, server_tensor_parallel, port, group, version):
         client.join_weights_group(index, "127.0.0.1", port, offset, world_size, group, "gloo", TIMEOUT_S)
         for index, offset in enumerate(offsets)
     ]
-    sender.join("127.0.0.1", port, world_size, group, TIMEOUT_S)
+    sender.join("127.0.0.1", port, [f"rank {rank}" for rank in range(1, world_size)], group, TIMEOUT_S)
     for server in joined:
         server.result()
     received = client.receive_weights(sender.plan(), group, version, TIMEOUT_S)
     sender.send(TIMEOUT_S)
     received.result()
-    client.leave_weights_group(group, TIMEOUT_S)
     client.close()
 
 
@@ -225,7 +224,7 @@ def test_an_update_whose_cache_flush_is_refused_fails_and_the_server_says_why(se
             received.result()
         with pytest.raises(RunError, match="generating"):
             generating.result()
-    group.leave()
+    group.abort()
     assert "Cache flush failed after updating weights" in second_server.death_report(wait_s=30)
 
 

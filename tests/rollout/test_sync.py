@@ -61,8 +61,16 @@ class Recorder:
     def weight_versions(self, timeout_s):
         return ["7", self.version]
 
-    def check(self, version, expected, timeout_s):
+    def ask_trainer(self, version):
+        self.events.append("ask_trainer")
+        return lambda: ["the trainer's"]
+
+    def ask_servers(self, version, timeout_s):
         self.events.append(("canary", version))
+        return {}
+
+    def compare(self, version, expected, answers):
+        assert (expected, answers) == (["the trainer's"], {})
         return 1e-6
 
 
@@ -115,9 +123,12 @@ def test_the_groups_are_made_anew_after_a_failure_and_where_the_servers_are_othe
     recorder.fails = None
     sync.push(version=7)
     assert len(joins(recorder)) == 8
-    recorder.urls = ["http://one", "http://three"]
+    sync.forget_servers()  # one was started again, at its old address
     sync.push(version=7)
     assert len(joins(recorder)) == 12
+    recorder.urls = ["http://one", "http://three"]
+    sync.push(version=7)
+    assert len(joins(recorder)) == 16
 
 
 def test_a_server_of_another_version_fails_the_push():
