@@ -40,10 +40,21 @@ def check_name(config: "Config") -> Iterator[Violation]:
 
 
 def check_device(config: "Config") -> Iterator[Violation]:
-    if config.device == "cuda" and config.cluster.ray_address is None and not sees_gpu():
+    address, keys = config.cluster.ray_address, ("device", "cluster.ray_address")
+    if config.device == "auto" and address is not None:
+        text = f"given auto, but the GPUs of this machine say nothing of the cluster at {address}; valid: cpu, cuda"
+        yield Violation(text, keys)
+    if config.device == "cuda" and address is None and not sees_gpu():
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
         why = "no GPU is seen here" if hidden is None else f"no GPU is seen with CUDA_VISIBLE_DEVICES={hidden!r}"
-        yield Violation(f"given cuda, but {why}; device: cpu runs on gloo", ("device", "cluster.ray_address"))
+        yield Violation(f"given cuda, but {why}; device: cpu runs on gloo", keys)
+
+
+def check_ray_address(config: "Config") -> Iterator[Violation]:
+    address = config.cluster.ray_address
+    if address is not None and address != "auto" and not re.fullmatch(r"[\w.\[\]:-]+:\d+", address):
+        text = f"given {address!r}, valid: HOST:PORT of a Ray head (no ray:// client address), auto for the cluster of this node"
+        yield Violation(text, ("cluster.ray_address",))
 
 
 def check_model(config: "Config") -> Iterator[Violation]:
@@ -188,7 +199,8 @@ def check_ports(config: "Config") -> Iterator[Violation]:
     for port in sorted({port for port in ports if ports.count(port) > 1}):
         yield Violation(f"port {port} is given {ports.count(port)} times", ("rollout.ports",))
     for port in dict.fromkeys(ports):
-        if reason := why_port_unusable(port):
+        elsewhere = config.cluster.ray_address is not None and 1 <= port <= 65535  # each server looks at its own node's
+        if not elsewhere and (reason := why_port_unusable(port)):
             yield Violation(f"port {port} {reason}", ("rollout.ports",))
 
 
@@ -234,6 +246,7 @@ def check_rollout_server_args(config: "Config") -> Iterator[Violation]:
 CHECKS = (
     check_name,
     check_device,
+    check_ray_address,
     check_model,
     check_data,
     check_batch,

@@ -147,6 +147,7 @@ def test_ports_are_counted_bounded_distinct_and_free(folder):
         server.listen()
         port = server.getsockname()[1]
         assert only(refusal(f"rollout.ports=[{port}]")) == f"override rollout.ports=[{port}]: port {port} is in use"
+        load("base.yaml", [f"rollout.ports=[{port}]", "cluster.ray_address=head:6379", "device=cpu"])  # not on this machine
     assert load("base.yaml", [f"rollout.ports=[{port}]"]).rollout.ports == [port]
 
 
@@ -156,6 +157,33 @@ def test_hidden_gpus_make_auto_the_cpu_and_cuda_an_error(folder, monkeypatch):
     assert "no GPU is seen with CUDA_VISIBLE_DEVICES=''" in only(refusal("device=cuda"))
     remote = load("base.yaml", ["device=cuda", "cluster.ray_address=head:6379"])  # its GPUs are not this machine's
     assert resolve_device(remote) == "cuda"
+
+
+# The cluster and the placement
+
+
+def test_a_remote_clusters_device_is_told_and_its_address_is_one_of_a_head(folder):
+    line = only(refusal("cluster.ray_address=head:6379", "device=auto"))
+    assert line.endswith("say nothing of the cluster at head:6379; valid: cpu, cuda")
+    for address in ("ray://head:10001", "local", "''", "head"):
+        assert "valid: HOST:PORT of a Ray head" in only(refusal(f"cluster.ray_address={address}", "device=cpu"))
+    for address in ("head:6379", "10.0.0.7:6379", "[fd00::1]:6379", "auto"):
+        load("base.yaml", [f"cluster.ray_address={address!r}" if ":" in address else f"cluster.ray_address={address}", "device=cpu"])
+
+
+def test_servers_that_share_the_actors_gpus_fit_them_and_it_leaves_them(folder):
+    colocated = ["placement=colocated", "roles.actor.gpus_per_node=2"]
+    load("base.yaml", [*colocated, "rollout.servers=2"])
+    load("base.yaml", [*colocated, "rollout.tensor_parallel=2", "roles.actor.offload=all"])
+    line = only(refusal(*colocated, "rollout.servers=3"))
+    assert "servers * tensor_parallel = 3 * 1 = 3, but" in line and line.endswith("roles.actor.gpus_per_node = 2")
+    assert only(refusal(*colocated, "roles.actor.offload=optimizer")).endswith("leaves its GPUs to the servers; valid: all")
+    assert only(refusal(*colocated, "roles.actor.nodes=2")).endswith("inside one machine; valid: 1")
+
+
+def test_checksums_need_gpus(folder):
+    assert "SGLang's weights_checker works on GPUs only" in only(refusal("debug.sync_checksum=true", "device=cpu"))
+    load("base.yaml", ["debug.sync_checksum=true", "device=cuda", "cluster.ray_address=auto"])
 
 
 # Optimizers

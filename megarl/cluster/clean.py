@@ -15,6 +15,7 @@ from pathlib import Path
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 
+from megarl.cluster.connect import connect
 from megarl.cluster.run_tag import RUN_ID, RunTag, start_ticks
 from megarl.errors import ConfigError, RunError
 from megarl.rollout.launch import KILL_S, TERMINATE_S, mapped_segments, remove_segments, wait_for
@@ -85,10 +86,7 @@ def connected(ray_address: str | None) -> Iterator[None]:
     if ray_address is None:
         yield
         return
-    try:
-        ray.init(address=ray_address, namespace="megarl-clean", log_to_driver=False, logging_level="ERROR")
-    except (OSError, RuntimeError, ValueError) as error:
-        raise RunError(f"--ray-address: cannot use Ray at {ray_address}: {error}") from error
+    connect(ray_address, "--ray-address", namespace="megarl-clean")
     try:
         yield
     finally:

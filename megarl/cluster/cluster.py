@@ -14,6 +14,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megarl.cluster import placement
 from megarl.cluster.clean import make_folder, remove_stale_folders
+from megarl.cluster.connect import connect
+from megarl.cluster.placement import Node
 from megarl.cluster.role import RoleGroup
 from megarl.cluster.run_tag import RunTag, new_run_id
 from megarl.cluster.waiting import raise_failed, wait_all
@@ -199,20 +201,12 @@ class Cluster:
             local = {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES, "_temp_dir": str(folder)}
             if self.device == "cpu":
                 local["num_gpus"] = 0
-        try:
-            ray.init(
-                address=address or "local",
-                namespace=self.tag.run_id,
-                job_config=JobConfig(metadata=self.tag.variables),
-                log_to_driver=False,
-                logging_level="ERROR",
-                **local,
-            )
-        except (OSError, RuntimeError, ValueError) as error:
-            raise RunError(f"cluster.ray_address: cannot use Ray at {address or 'this machine'}: {error}") from error
-        stack.callback(ray.shutdown)
-        for number in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C; ray.init has put its own handler in place
-            signal.signal(number, signal.default_int_handler)
+        stack.callback(ray.shutdown)  # nothing where nothing was started
+        job = JobConfig(metadata=self.tag.variables)
+        connect(address, "cluster.ray_address", namespace=self.tag.run_id, job_config=job, **local)
+        for number in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C; ray.init has put its own handler of SIGTERM in place
+            if number == signal.SIGTERM or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores the other
+                signal.signal(number, signal.default_int_handler)
 
     def _in_bundle(self, name: str, group, bundle: int, cpus: float, gpus: int, environment: dict[str, str]) -> dict:
         """Ray options that name an actor and pin it to a bundle: outside of one it could wait for ever, in silence."""
@@ -233,7 +227,7 @@ class Cluster:
         return {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", **loopback}
 
 
-def node_of(group: PlacementGroup) -> str:
-    """The name of the node that holds a STRICT_PACK group."""
+def node_of(group: PlacementGroup) -> Node:
+    """The node that holds a STRICT_PACK group."""
     node_id = placement_group_table(group)["bundles_to_node_id"][0]
-    return next(node["NodeName"] for node in ray.nodes() if node["NodeID"] == node_id)
+    return next(node for node in placement.living_nodes() if node.node_id == node_id)

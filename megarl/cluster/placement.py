@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import ray
-from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
 from megarl.cluster.clean import remove_dead_groups
@@ -15,6 +14,8 @@ from megarl.errors import RunError
 
 SERVER = "rollout server"
 PROGRESS_S = 5.0  # between lines while the cluster is full
+POLL_S = 0.5
+RESERVE_S = 10.0  # for Ray to make groups where there is room
 
 
 @dataclass(frozen=True)
@@ -79,11 +80,21 @@ def living_nodes() -> list[Node]:
 def plan_nodes(requests: list[GroupRequest], nodes: list[Node], free: bool = False) -> list[Node]:
     """A node for each group, so that all fit together; groups of one multi-node role are on different nodes, in order.
 
-    In what the nodes have in total, whoever holds it now, or in what is `free`. Roles of several nodes go first, then the
-    largest group, each to the smallest room that fits. Raises RunError, with what is wanted and what each node has, where not
-    all can be placed.
+    In what the nodes have in total, whoever holds it now, or in what is `free`. Raises RunError, with what is wanted and what
+    each node has, where not all can be placed.
     """
-    left = {node.name: dict(node.free if free else node.total) for node in nodes}
+    by_name = {node.name: node for node in nodes}
+    for pick in (min, max):  # the smallest room that fits; where that leaves someone out, the largest
+        chosen, unplaced = _choose(requests, {node.name: dict(node.free if free else node.total) for node in nodes}, pick)
+        if unplaced is None:
+            return [by_name[chosen[index]] for index in range(len(requests))]
+    raise RunError(f"the cluster is too small: no node for {unplaced}\n{placement_table(requests, nodes)}")
+
+
+def _choose(
+    requests: list[GroupRequest], left: dict[str, dict[str, float]], pick: Callable
+) -> tuple[dict[int, str], GroupRequest | None]:
+    """(index of a request -> node, the first request that did not fit). Roles of several nodes go first, then the largest."""
     chosen: dict[int, str] = {}
 
     def hardest_first(item: tuple[int, GroupRequest]) -> tuple:
@@ -94,15 +105,14 @@ def plan_nodes(requests: list[GroupRequest], nodes: list[Node], free: bool = Fal
         siblings = {chosen[i] for i in chosen if requests[i].role == request.role != SERVER}
         fits = [n for n in left if n not in siblings and all(left[n].get(k, 0) + 1e-6 >= v for k, v in request.total.items())]
         if not fits:
-            raise RunError(f"the cluster is too small: no node for {request}\n{placement_table(requests, nodes)}")
-        chosen[index] = min(fits, key=lambda name: (left[name].get("GPU", 0), left[name].get("CPU", 0)))
+            return chosen, request
+        chosen[index] = pick(fits, key=lambda name: (left[name].get("GPU", 0), left[name].get("CPU", 0)))
         for key, value in request.total.items():
             left[chosen[index]][key] = left[chosen[index]].get(key, 0) - value
     for role in {request.role for request in requests} - {SERVER}:
         places = [i for i, request in enumerate(requests) if request.role == role]
         chosen |= dict(zip(places, sorted(chosen[i] for i in places)))
-    by_name = {node.name: node for node in nodes}
-    return [by_name[chosen[index]] for index in range(len(requests))]
+    return chosen, None
 
 
 def spans_nodes(request: GroupRequest, requests: list[GroupRequest]) -> bool:
@@ -123,64 +133,65 @@ def place(
 ) -> list[PlacementGroup]:
     """Reserve all groups, named RUN_ID/ROLE/INDEX; the caller removes them. What dead runs hold is removed on the way.
 
-    Raises RunError after `timeout_s`, or at once where they cannot fit; `report` gets a line every PROGRESS_S till then.
+    None is made before all of them fit: of two runs with a half each neither would ever start. Raises RunError after
+    `timeout_s`, or at once where they cannot fit; `report` gets a line every PROGRESS_S till then.
     """
-    nodes = living_nodes()
-    planned = plan_nodes(requests, nodes)
-    # Two groups of 4 could share a node of 8, PACK has no order, and a small group could take the room of a large one. Where
-    # others hold what is needed Ray chooses, as soon as it can, if each role has one node.
-    pinned = any(spans_nodes(request, requests) for request in requests)
-    with contextlib.suppress(RunError):
-        planned, pinned = plan_nodes(requests, nodes, free=True), True
-    groups: list[PlacementGroup] = []
-    try:
-        for position, (request, node) in enumerate(zip(requests, planned)):
-            selector = [{"ray.io/node-id": node.node_id}] * request.num_bundles if pinned else None
-            bundles = [request.bundle] * request.num_bundles
-            index = [earlier.role for earlier in requests[:position]].count(request.role)
-            name = f"{run_id}/{request.role}/{index}"
-            groups.append(placement_group(bundles, strategy="STRICT_PACK", name=name, bundle_label_selector=selector))
-        wait_for_room(requests, groups, timeout_s, report)
-    except BaseException:
-        remove(groups)
-        raise
-    return groups
-
-
-def wait_for_room(
-    requests: list[GroupRequest], groups: list[PlacementGroup], timeout_s: float, report: Callable[[str], None]
-) -> None:
-    start = time.monotonic()
-    waiting = {group.ready(): request for request, group in zip(requests, groups)}
+    plan_nodes(requests, living_nodes())
+    start, lines = time.monotonic(), 0
     while True:
         for what in remove_dead_groups():  # each time: Ray may notice only now that a driver died
             report(f"removed {what} of a dead run")
-        left_s = timeout_s - (time.monotonic() - start)
-        placed, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=max(0.0, min(PROGRESS_S, left_s)))
-        for ref in placed:
-            request = waiting.pop(ref)
-            try:
-                ray.get(ref)
-            except RayError as error:
-                raise RunError(f"while waiting for room for {request}: {error}") from error
-        if not waiting:
-            return
-        wanted, passed_s, nodes = ", ".join(map(str, waiting.values())), time.monotonic() - start, living_nodes()
+        nodes, passed_s = living_nodes(), time.monotonic() - start
+        if (planned := _plan_free(requests, nodes)) and (groups := _reserve(requests, planned, run_id)):
+            return groups
+        wanted = ", ".join(map(str, dict.fromkeys(requests)))
         if passed_s >= timeout_s:
-            lines = [f"cluster.placement_timeout_s: {timeout_s:g} s have passed without room for {wanted}"]
-            lines += [placement_table(requests, nodes), *(f"  held by {held}" for held in held_groups(groups))]
-            raise RunError("\n".join(lines))
-        free = ", ".join(f"{node.name} {_text(node.free)}" for node in nodes)
-        held = ", ".join(held_groups(groups)) or "no placement group"
-        report(f"waiting for room, {passed_s:.0f} of {timeout_s:g} s: {wanted}; free: {free}; held by others: {held}")
+            told = [f"cluster.placement_timeout_s: {timeout_s:g} s have passed without room for {wanted}"]
+            told += [placement_table(requests, nodes), *(f"  held by {held}" for held in held_groups())]
+            raise RunError("\n".join(told))
+        if passed_s >= lines * PROGRESS_S:
+            lines += 1
+            free = ", ".join(f"{node.name} {_text(node.free)}" for node in nodes)
+            held = ", ".join(held_groups()) or "no placement group"
+            report(f"waiting for room, {passed_s:.0f} of {timeout_s:g} s: {wanted}; free: {free}; held by others: {held}")
+        time.sleep(POLL_S)
 
 
-def held_groups(but: list[PlacementGroup]) -> list[str]:
-    """Who holds what: the placement groups of the cluster, without `but`."""
-    ours = {group.id.hex() for group in but}
+def _plan_free(requests: list[GroupRequest], nodes: list[Node]) -> list[Node] | None:
+    with contextlib.suppress(RunError):
+        return plan_nodes(requests, nodes, free=True)
+    return None
+
+
+def _reserve(requests: list[GroupRequest], planned: list[Node], run_id: str) -> list[PlacementGroup] | None:
+    """Groups on the planned nodes, which fixes the ranks' order; None, and none of them, where others were faster."""
+    groups: list[PlacementGroup] = []
+    deadline = time.monotonic() + RESERVE_S
+    try:
+        for position, (request, node) in enumerate(zip(requests, planned)):
+            index = [earlier.role for earlier in requests[:position]].count(request.role)
+            groups.append(
+                placement_group(
+                    [request.bundle] * request.num_bundles,
+                    strategy="STRICT_PACK",
+                    name=f"{run_id}/{request.role}/{index}",
+                    bundle_label_selector=[{"ray.io/node-id": node.node_id}] * request.num_bundles,
+                )
+            )
+        if all(group.wait(max(0.0, deadline - time.monotonic())) for group in groups):
+            return groups
+    except BaseException:
+        remove(groups)
+        raise
+    remove(groups)
+    return None
+
+
+def held_groups() -> list[str]:
+    """Who holds what: the placement groups of the cluster."""
     held = []
     for group_id, group in placement_group_table().items():
-        if group["state"] == "CREATED" and group_id not in ours:
+        if group["state"] == "CREATED":
             total = {key: sum(b.get(key, 0) for b in group["bundles"].values()) for key in ("CPU", "GPU")}
             held.append(f"{group['name'] or group_id[:8]} {_text(total)}")
     return held

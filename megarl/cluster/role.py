@@ -5,38 +5,44 @@ from pathlib import Path
 
 import ray
 import torch
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from megarl.cluster.waiting import wait_all, who_is_gone
+from megarl.cluster.placement import Node
+from megarl.cluster.waiting import raise_failed, wait_all, who_is_gone
 from megarl.config import ModelConfig, OptimizerConfig, Phase, RoleConfig
 from megarl.logs import log_end
 from megarl.sample import Sample
 
 ANSWER_S = 5.0  # after a failure: for a rank that is in no call to say so, and for Ray to notice a death
+START_KEY, CALL_KEY = "cluster.start_timeout_s", "cluster.call_timeout_s"
+LOG_S = 20.0  # to read a log on another node
 NUM_LOGS = 4  # a message shows the ends of at most so many ranks' logs
 
 
 class RoleGroup:
     """All ranks of a role, in rank order. Every method raises RunError naming the rank that failed or was late."""
 
-    def __init__(self, name: str, handles: list, logs: list[Path], nodes: list[str], call_timeout_s: float):
-        """`logs`: the file that each rank prints to, on its node, whose name is in `nodes`."""
+    def __init__(self, name: str, handles: list, logs: list[Path], nodes: list[Node], call_timeout_s: float):
+        """`logs`: the file that each rank prints to, on its node."""
         self.name = name
         self.handles = handles
         self.logs = logs
         self.nodes = nodes
         self.call_timeout_s = call_timeout_s
         self.places: list[dict] = []
+        self._pulse: dict[str, ray.ObjectRef] = {}
 
     def visible_gpus(self, timeout_s: float) -> list[str]:
         """The GPU of each rank, as its CUDA_VISIBLE_DEVICES names it; may be called before `start`."""
-        return wait_all(self._refs("visible_gpu"), f"starting the {self.name}", timeout_s)
+        return wait_all(self._refs("visible_gpu"), f"starting the {self.name}", timeout_s, START_KEY)
 
     def start(self, model: ModelConfig, role: RoleConfig, head: str, seed: int, timeout_s: float) -> None:
         """Load the model on all ranks; returns when every rank is ready."""
         first = {f"{self.name} rank 0": self.handles[0].address.remote()}
-        (address, port), = wait_all(first, f"starting the {self.name}", timeout_s)
+        (address, port), = wait_all(first, f"starting the {self.name}", timeout_s, START_KEY)
         arguments = (len(self.handles), address, port, model, role, head, seed, self.call_timeout_s)
-        self.places = wait_all(self._refs("start", *arguments), "loading the model", timeout_s)
+        self.places = wait_all(self._refs("start", *arguments), "loading the model", timeout_s, START_KEY)
 
     @property
     def backend(self) -> str:
@@ -49,14 +55,30 @@ class RoleGroup:
 
     def deaths(self) -> list[str]:
         """A report for each rank that died, then for each that hangs; the ends of the first few ranks' logs."""
-        refs = self._refs("address")
-        logs = dict(zip(refs, zip(self.logs, self.nodes)))
+        ranks = self._refs("address")
         reports = []
-        for name, how in who_is_gone(refs, ANSWER_S).items():
-            log, node = logs[name]
-            where = log_end(log, node) if len(reports) < NUM_LOGS else f"log {log} on node {node}"
-            reports.append(f"{name} {how}; {where}")
+        for name, how in who_is_gone(ranks, ANSWER_S).items():
+            rank = list(ranks).index(name)
+            log = self._log_end(rank) if len(reports) < NUM_LOGS else f"log {self.logs[rank]} on node {self.nodes[rank].name}"
+            reports.append(f"{name} {how}; {log}")
         return reports
+
+    def _log_end(self, rank: int) -> str:
+        """Read where the rank was, if this machine does not see the file."""
+        path, node = self.logs[rank], self.nodes[rank]
+        if path.exists():
+            return log_end(path, node.name)
+        there = NodeAffinitySchedulingStrategy(node.node_id, soft=False)
+        reading = ray.remote(log_end).options(num_cpus=0, scheduling_strategy=there).remote(path, node.name)
+        try:
+            return ray.get(reading, timeout=LOG_S)
+        except RayError:  # the node is gone too; GetTimeoutError among them
+            return f"log {path} on node {node.name}"
+
+    def raise_dead(self) -> None:
+        """While the ranks have nothing to do: RunError if one has died since the last call."""
+        raise_failed(self._pulse, f"waiting with the {self.name}")
+        self._pulse = self._refs("address")
 
     def has_died(self) -> bool:
         """Whether one of the ranks is dead."""
@@ -90,7 +112,7 @@ class RoleGroup:
         refs = self._refs("logprobs", ray.put(samples), temperature, reference)
 
         def wait() -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-            scored = _by_sample(wait_all(refs, "logprobs", self.call_timeout_s))
+            scored = _by_sample(wait_all(refs, "logprobs", self.call_timeout_s, CALL_KEY))
             return [tuple(None if x is None else torch.tensor(x) for x in arrays) for arrays in scored]
 
         return wait
@@ -122,7 +144,7 @@ class RoleGroup:
         """(address, free port) of the rank that sends the stage."""
         sender = next(r for r in self._stage_ranks(stage) if self.places[r]["sends_weights"])
         refs = {f"{self.name} rank {sender}": self.handles[sender].address.remote()}
-        return wait_all(refs, "finding a port", self.call_timeout_s)[0]
+        return wait_all(refs, "finding a port", self.call_timeout_s, CALL_KEY)[0]
 
     def start_join(self, stage: int, *arguments) -> dict[str, ray.ObjectRef]:
         return self._refs("join_weights_group", *arguments, ranks=self._stage_ranks(stage))
@@ -144,7 +166,7 @@ class RoleGroup:
         return {f"{self.name} rank {rank}": getattr(self.handles[rank], method).remote(*arguments) for rank in chosen}
 
     def _all(self, method: str, *arguments) -> list:
-        return wait_all(self._refs(method, *arguments), method, self.call_timeout_s)
+        return wait_all(self._refs(method, *arguments), method, self.call_timeout_s, CALL_KEY)
 
 
 def _by_sample(results: list[dict[int, object]]) -> list:

@@ -8,8 +8,8 @@ from ray.exceptions import RayError, RayTaskError
 from megarl.errors import ConfigError, RunError
 
 
-def wait_all(refs: dict[str, ray.ObjectRef], what: str, timeout_s: float) -> list:
-    """The results of calls, in order; `refs` names who answers each ("actor rank 3").
+def wait_all(refs: dict[str, ray.ObjectRef], what: str, timeout_s: float, key: str | None = None) -> list:
+    """The results of calls, in order; `refs` names who answers each ("actor rank 3"), `key` where the time is from.
 
     Raises RunError naming who failed, died or was late; the others may hang in a collective and are not waited for. A
     ConfigError passes as it is.
@@ -19,7 +19,8 @@ def wait_all(refs: dict[str, ray.ObjectRef], what: str, timeout_s: float) -> lis
     while waiting:
         done, _ = ray.wait(list(waiting.values()), timeout=max(0.0, deadline - time.monotonic()))
         if not done:
-            raise RunError(f"{what}: no answer within {timeout_s:g} s from {', '.join(waiting)}")
+            within = f"{timeout_s:g} s" + (f" ({key})" if key else "")
+            raise RunError(f"{what}: no answer within {within} from {', '.join(waiting)}")
         for name in [name for name, ref in waiting.items() if ref in done]:
             _raise_if_failed(name, waiting.pop(name), what)
     return ray.get(list(refs.values()))

@@ -133,7 +133,9 @@ class Fleet:
             self._restart(url, str(failure), counts=i == 0)  # they hang in one broadcast: one incident
 
     def _tend(self) -> None:
-        """While requests run: start dead servers again, and bring them back at once where none is left."""
+        """While requests run: start dead servers again, and bring them back at once where none is left. Nobody else looks at
+        the actor meanwhile: raises RunError where a rank of it has died."""
+        self.sync.actor.raise_dead()
         self._restart_dead()
         if not self.client.urls:
             self.sync.actor.place("score")  # its weights may be in host memory

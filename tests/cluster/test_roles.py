@@ -67,7 +67,7 @@ def test_actor_and_critic_train_side_by_side_under_different_layouts(tmp_path):
         critic.call_timeout_s = 1
         critic.values(samples)
     message = str(failure.value)
-    assert message.startswith("values: no answer within 1 s from critic rank 0\nactor rank 1 died; log ")
+    assert message.startswith("values: no answer within 1 s (cluster.call_timeout_s) from critic rank 0\nactor rank 1 died; log ")
     assert "logs/actor-1.log:\n" in message and "  | the actor's\n" in message
     assert "critic rank 0 does not answer within 5 s; log " in message and message.endswith("  | the critic's")
     assert "actor rank 0" not in message  # it waits for the next call
