@@ -36,6 +36,24 @@ def test_kept_trainer_figures_reach_the_bare_loop_of_their_run():
     assert pairs >= 4
 
 
+def test_kept_weight_sync_figures_have_the_required_rate_within_two_buffers_of_1_gib():
+    after, before = json.loads((ROOT / "benchmarks/results/weight_sync_2xh200.json").read_text())
+    speed = {push["bucket_mb"]: push["gb_per_s"] for push in after["pushes"]}
+    assert after["shape"] == "qwen2.5-7b" and speed[1024] >= 200
+    assert all(speed[push["bucket_mb"]] > push["gb_per_s"] for push in before["pushes"] if push["bucket_mb"] in speed)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("placement", ["disaggregated", "colocated"])
+def test_the_weight_sync_benchmark_runs_on_a_cpu(tmp_path, placement):
+    command = [sys.executable, ROOT / "benchmarks/weight_sync.py", "--device", "cpu", "--shape", "tiny", "--dtype", "float32",
+               "--placement", placement, "--buckets", "1", "--pushes", "2", "--out", tmp_path / "out.json"]  # fmt: skip
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr[-3000:]
+    ((push,),) = [json.loads((tmp_path / "out.json").read_text())["pushes"]]
+    assert push["gb_per_s"] >= 0 and push["canary_diff"] < 1e-5
+
+
 @pytest.mark.parametrize("layout", ["dp1"])
 def test_the_trainer_benchmark_runs_on_a_cpu(tmp_path, layout):
     command = [sys.executable, ROOT / "benchmarks/trainer.py", "--shapes", "tiny", "--layouts", layout, "--contenders", "bare-local",

@@ -78,13 +78,14 @@ def assert_servers_follow_the_actor(run: Run) -> None:
     assert all(m["rollout/logprob_diff_mean"] < 1e-5 for m in found)
 
 
-def test_ctrl_c_saves_if_told_to_and_ends_everything(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.soak)])
+def test_an_interrupt_saves_if_told_to_and_ends_everything(tmp_path, number):
     """Also: actor and server in turns, two stages, two updates per step, KL and entropy terms, a falling rate, and agreement
     of log-probs at a temperature other than 1."""
     with Run(tmp_path, QUICKSTART, *SHORT, *TWO_STAGES, *MORE_PATHS) as run:
         run.wait_for_step(tmp_path / "runs/test", 2, START_S)
         assert_servers_follow_the_actor(run)
-        run.process.send_signal(signal.SIGINT)
+        run.process.send_signal(number)
         assert run.wait(ENDS_S) == 130
         assert_one_sentence(run, "interrupted")
         (saved,) = (tmp_path / "runs/test/checkpoints").iterdir()

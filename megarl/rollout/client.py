@@ -15,12 +15,11 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, Literal
 
-import aiohttp
-
 from megarl.config import SamplingConfig
 from megarl.errors import RunError
-from megarl.rollout import orders
-from megarl.rollout.health import Health, ServerFault
+from megarl.rollout import http, orders
+from megarl.rollout.health import Health
+from megarl.rollout.http import Aborted, ServerFault
 from megarl.rollout.responses import abort_message, input_logprobs, read_response
 from megarl.rollout.weights_group import Bucket
 from megarl.sample import Prompt, Sample
@@ -30,12 +29,6 @@ CLOSE_S = 10.0
 POLL_S = 0.5  # between two calls of `while_waiting`
 PAUSE_TIMEOUT_S = 15.0  # for what a server that works does at once
 HEALTH_TIMEOUT_S = 25.0  # SGLang answers after a token, or after 20 s that it has none
-ABORTED_STATUS = 499  # SGLang's answer where a request was aborted before its first token
-MAX_BODY = 500  # characters of a server's answer in an error
-
-
-class Aborted(ServerFault):
-    """The server gave a request up, as a pause has it do."""
 
 
 class RolloutClient:
@@ -70,7 +63,7 @@ class RolloutClient:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollout-client", daemon=True)
         self._thread.start()
-        self._session = self.start(_open_session()).result()
+        self._session = self.start(http.open_session()).result()
         self._num_ranks: dict[str, int] = {}  # of each server
         self._health = Health(urls, self._gate, self._ask_health)
 
@@ -295,7 +288,7 @@ class RolloutClient:
                 await self._wait_for_gate()
                 url = self.urls[(i + len(faults)) % len(self.urls) if server_index is None else server_index]
                 try:
-                    call = self._call(url, "/generate", body, self.request_timeout_s)
+                    call = http.call(self._session, url, "/generate", body, self.request_timeout_s)
                     answer = await self._health.until_death(url, call)
                     if message := abort_message(answer):
                         raise Aborted(message)
@@ -320,7 +313,7 @@ class RolloutClient:
     async def _ask_health(self, url: str) -> None:
         """Raises ServerFault where the server does not work; any other answer is a sign of life."""
         with contextlib.suppress(RunError):
-            await self._call(url, "/health", None, HEALTH_TIMEOUT_S)
+            await http.call(self._session, url, "/health", None, HEALTH_TIMEOUT_S)
 
     def _on_loop(self, function: Callable, *arguments) -> Any:
         """Health's state changes in the loop's thread only."""
@@ -333,10 +326,10 @@ class RolloutClient:
     async def _comes_back(self, url: str, paused: bool) -> bool:
         try:
             if paused:
-                await self._call(url, "/server_info", None, PAUSE_TIMEOUT_S)  # asks the scheduler
+                await http.call(self._session, url, "/server_info", None, PAUSE_TIMEOUT_S)  # asks the scheduler
             else:
-                await self._call(url, "/continue_generation", {}, PAUSE_TIMEOUT_S)
-                await self._call(url, "/health", None, HEALTH_TIMEOUT_S)
+                await http.call(self._session, url, "/continue_generation", {}, PAUSE_TIMEOUT_S)
+                await http.call(self._session, url, "/health", None, HEALTH_TIMEOUT_S)
             return True
         except (ServerFault, RunError):
             return False
@@ -362,42 +355,17 @@ class RolloutClient:
 
     async def _control(self, url: str, path: str, body: dict | None, timeout_s: float | None) -> Any:
         try:
-            answer = await self._call(url, path, body, timeout_s or self.request_timeout_s)
+            answer = await http.call(self._session, url, path, body, timeout_s or self.request_timeout_s)
         except ServerFault as fault:
             raise RunError(f"{url}{path}: {fault}") from fault
         if isinstance(answer, dict) and answer.get("success") is False:
             raise RunError(f"{url}{path}: {answer.get('message')}")
         return answer
 
-    async def _call(self, url: str, path: str, body: dict | None, timeout_s: float) -> Any:
-        """The answer's JSON, or its text where it is none. Raises ServerFault, or RunError for HTTP 4xx."""
-        try:
-            async with self._session.request(
-                "GET" if body is None else "POST", url + path, json=body, timeout=aiohttp.ClientTimeout(total=timeout_s)
-            ) as response:
-                text = await response.text()
-        except TimeoutError:
-            raise ServerFault(f"no answer to {path} within {timeout_s:g} s") from None
-        except aiohttp.ClientError as error:
-            raise ServerFault(f"{type(error).__name__}: {error}") from error
-        if response.status == ABORTED_STATUS:
-            raise Aborted(f"HTTP {response.status}: {text[:MAX_BODY]}")
-        if response.status >= 500:
-            raise ServerFault(f"HTTP {response.status}: {text[:MAX_BODY]}")
-        if response.status >= 400:
-            raise RunError(f"{url}{path}: HTTP {response.status}: {text[:MAX_BODY]}")
-        return json.loads(text) if response.content_type == "application/json" else text
-
 
 def _logprobs_body(token_ids: list[int]) -> dict:
     params = {"max_new_tokens": 0, "temperature": 1.0}
     return {"input_ids": token_ids, "sampling_params": params, "return_logprob": True, "logprob_start_len": 0}
-
-
-async def _open_session() -> aiohttp.ClientSession:
-    # No limit on connections: max_concurrent_prompts is the limit. One connection per request: a kept one may be
-    # closed by the server (after 5 s) at the moment it is used again.
-    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True))
 
 
 async def _all(coroutines: list[Coroutine[Any, Any, Any]]) -> list[Any]:

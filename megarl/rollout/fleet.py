@@ -138,9 +138,8 @@ class Fleet:
         self.sync.actor.raise_dead()
         self._restart_dead()
         if not self.client.urls:
-            self.sync.actor.place("score")  # its weights may be in host memory
             self.push(self.version)
-            self.sync.actor.place("generate")
+            self.sync.actor.place("generate")  # as it was
 
     def _restart_dead(self) -> None:
         for url, why in self.client.take_dead().items():

@@ -4,13 +4,11 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
+from megarl.rollout.http import ServerFault
+
 STRIKES = 3  # health checks in a row
 STRIKE_PAUSE_S = 1.0
 WATCH_S = 10.0  # between health checks of servers that seem to work
-
-
-class ServerFault(Exception):
-    """A failure that another attempt may cure: no connection, no answer in time, HTTP 5xx, an abort."""
 
 
 class Health:

@@ -100,6 +100,7 @@ class BroadcastSync(WeightSync):
         self._members = []
 
     def _send(self, version: int) -> tuple[Expected, float]:
+        self.actor.place("score")  # its weights may be in host memory
         if self._members != self.client.urls:
             self._join()
         start = time.perf_counter()

@@ -5,7 +5,8 @@ import asyncio
 import pytest
 
 from megarl.rollout import health
-from megarl.rollout.health import STRIKES, Health, ServerFault
+from megarl.rollout.health import STRIKES, Health
+from megarl.rollout.http import ServerFault
 
 
 @pytest.fixture(autouse=True)

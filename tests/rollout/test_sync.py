@@ -103,6 +103,7 @@ def test_a_push_pauses_sends_stage_by_stage_and_only_the_last_carries_the_versio
     assert recorder.events == [
         "close_gate",
         "pause",
+        ("place", "score"),
         ("send", 0),
         (["a", "b"], None),
         ("send", 1),
