@@ -1,6 +1,5 @@
 """Actor weights -> rollout servers, verified. One coordinator, in the trainer's process, orders everything."""
 
-import contextlib
 import time
 import uuid
 from concurrent import futures
@@ -115,14 +114,21 @@ class BroadcastSync(WeightSync):
                 expected = self.canary.ask_trainer(version) if last else None  # right behind the sending
                 try:
                     self._wait([receiving], sending, f"stage {stage}", timeout_s)
-                except RunError:
-                    with contextlib.suppress(RunError):  # the others are free again when the sender is
-                        wait_all(sending, "sending", 2 * self.timeout_s)
-                    raise
+                except RunError as error:
+                    raise self._with_senders_word(error, sending) from error
         except RunError:
             self.forget_servers()  # groups that one has left, or hangs in, serve no further push
             raise
         return expected, time.perf_counter() - start
+
+    def _with_senders_word(self, error: RunError, sending: dict) -> RunError:
+        """Once the sender has given up, which also frees the other servers: it knows the bucket."""
+        try:
+            wait_all(sending, "sending", 2 * self.timeout_s)
+        except RunError as word:
+            if str(word) not in str(error):
+                return RunError(f"{error}; {word}")
+        return error
 
     def _join(self) -> None:
         """New groups of the stages' senders and all servers; those before are given up."""
