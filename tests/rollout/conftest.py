@@ -1,5 +1,6 @@
 """A tiny model and one real SGLang server for all rollout tests of the session."""
 
+import functools
 import uuid
 
 import pytest
@@ -81,18 +82,24 @@ def push(sglang_server, make_client, model):
     The model's own weights come back after the test.
     """
     client = make_client([sglang_server.url])
-    name, port = f"test-{uuid.uuid4().hex[:8]}", free_port("127.0.0.1")
-    joined = client.join_weights_group(0, "127.0.0.1", port, 1, 2, name, "gloo", timeout_s=60)
-    group = WeightsGroup("gloo", "127.0.0.1", port, 0, 2, name, timeout_s=60)
-    joined.result()
 
-    def push(named_tensors, version):
+    def joined():
+        name, port = f"test-{uuid.uuid4().hex[:8]}", free_port("127.0.0.1")
+        server = client.join_weights_group(0, "127.0.0.1", port, 1, 2, name, "gloo", timeout_s=60)
+        group = WeightsGroup("gloo", "127.0.0.1", port, 0, 2, name, timeout_s=60)
+        server.result()
+        return name, group
+
+    def push_to(name, group, named_tensors, version):
         bucket = describe(named_tensors)
         received = client.receive_weights([bucket], name, version, timeout_s=60)
         group.broadcast(fill(torch.empty(bucket.num_bytes, dtype=torch.uint8), named_tensors)).wait()
         received.result()
         return group.reports(timeout_s=60)[1]
 
-    yield push
-    push(hf_weights(model), str(NEVER_PUSHED))
-    group.abort()
+    name, group = joined()
+    yield functools.partial(push_to, name, group)
+    last_name, last_group = joined()  # a test that joins the server to groups of its own ends the first one
+    push_to(last_name, last_group, hf_weights(model), str(NEVER_PUSHED))
+    for each in (group, last_group):
+        each.abort()
