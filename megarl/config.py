@@ -78,16 +78,37 @@ class WarmStartConfig(Section):
     optimizer: WarmStartOptimizerConfig = WarmStartOptimizerConfig()
 
 
+class OffPolicyConfig(Section):
+    """Correction for what the server's log-probs and the trainer's differ by: `megarl.algorithms.off_policy`."""
+
+    kind: Literal["token_tis", "sequence_tis", "token_mis", "sequence_mis", "icepop", "geometric"] = "token_tis"
+    low: float = Field(0.0, ge=0, le=1, description="smallest ratio trainer / server that is taken as it is; 0: none")
+    high: float = Field(2.0, ge=1, description="largest one")
+    veto: float | None = Field(None, gt=0, lt=1, description="a token of a smaller ratio takes its sequence out; null: none")
+
+
 class AlgorithmConfig(Section):
-    name: Literal["grpo"] = "grpo"
+    name: Literal["grpo", "dr_grpo", "rloo", "opo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"] = Field(
+        "grpo", description="from rewards to advantages: megarl.algorithms.ADVANTAGES"
+    )
     prompts_per_step: int = Field(16, ge=1)
     group_size: int = Field(8, ge=1, description="responses per prompt")
     mini_batch_size: int | None = Field(None, ge=1, description="samples per optimizer step; null: all of a step")
     normalize_by_std: bool = Field(True, description="divide by the group's unbiased standard deviation")
     clip_low: float = Field(0.2, ge=0, lt=1)
     clip_high: float = Field(0.2, ge=0)
-    loss_aggregation: Literal["token_mean", "sequence_mean"] = "sequence_mean"
+    policy_loss: Literal["ppo", "dual_clip", "gspo", "cispo", "sapo"] = Field(
+        "ppo", description="megarl.algorithms.policy_losses"
+    )
+    dual_clip: float = Field(3.0, gt=1, description="of policy_loss: dual_clip: bound of a negative advantage's ratio")
+    loss_aggregation: Literal["token_mean", "sequence_mean", "sequence_mean_token_sum", "constant"] = "sequence_mean"
+    aggregation_length: int | None = Field(
+        None, ge=1, description="of loss_aggregation: constant, in tokens; null: rollout.sampling.max_new_tokens"
+    )
+    off_policy: OffPolicyConfig | None = Field(None, description="null: none")
     kl_coefficient: float = Field(0.0, ge=0, description="weight of KL(policy || reference) in the loss")
+    kl_estimator: Literal["k1", "k2", "k3", "absolute"] = Field("k3", description="megarl.algorithms.kl")
+    kl_importance_weighted: bool = Field(False, description="times the policy's ratio: unbiased for k1 and k3")
     entropy_coefficient: float = Field(0.0, ge=0, description="weight of the policy's entropy, which the loss then rewards")
     reward: str = Field("gsm8k", description="a name in megarl.rewards.REWARDS")
 

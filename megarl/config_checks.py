@@ -22,6 +22,7 @@ from megarl.rollout.server_args import check_server_args
 if TYPE_CHECKING:
     from megarl.config import Config
 
+GSPO_CLIP = 0.05
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -117,8 +118,8 @@ def check_batch(config: "Config") -> Iterator[Violation]:
     samples = prompts * group
     batch_keys = ("algorithm.mini_batch_size", "algorithm.prompts_per_step", "algorithm.group_size")
     actor_keys = tuple(f"roles.actor.{name}" for name in LAYOUT_KEYS)
-    if group < 2:
-        text = f"{algorithm.name} needs group_size >= 2, given {group}"
+    if group < 2 and algorithm.name != "reinforce_plus_plus":
+        text = f"{algorithm.name} needs group_size >= 2, given {group}; reinforce_plus_plus does without groups"
         yield Violation(text, ("algorithm.group_size", "algorithm.name"))
     if mini is not None and samples % mini:
         near = nearest_multiples(prompts, mini // gcd(mini, group))
@@ -134,6 +135,27 @@ def check_batch(config: "Config") -> Iterator[Violation]:
             f"mini_batch_size {'null' if mini is None else mini}), fewer than the {actor.data_parallel} data-parallel "
             f"ranks (roles.actor: {actor.sizes}); at least {actor.data_parallel} are needed",
             batch_keys + actor_keys,
+        )
+
+
+def check_algorithm(config: "Config") -> Iterator[Violation]:
+    """Keys that only one choice of another reads: given for nothing, they would be silent."""
+    algorithm = config.algorithm
+    for key, reader, choice in (
+        ("normalize_by_std", "name", "grpo"),
+        ("dual_clip", "policy_loss", "dual_clip"),
+        ("aggregation_length", "loss_aggregation", "constant"),
+    ):
+        given, used = getattr(algorithm, key), getattr(algorithm, reader)
+        if given != type(algorithm).model_fields[key].default and used != choice:
+            text = f"given {given}, but only algorithm.{reader}: {choice} reads it, and that is {used}"
+            yield Violation(text, (f"algorithm.{key}", f"algorithm.{reader}"))
+    widest = max(algorithm.clip_low, algorithm.clip_high)
+    if algorithm.policy_loss == "gspo" and widest > GSPO_CLIP:
+        yield Violation(
+            f"given gspo with clip_low {algorithm.clip_low:g} and clip_high {algorithm.clip_high:g}, but it clips a sequence's "
+            f"mean ratio, of which {widest:g} stops nothing (the paper has 3e-4 and 4e-4); at most {GSPO_CLIP:g}",
+            ("algorithm.policy_loss", "algorithm.clip_low", "algorithm.clip_high"),
         )
 
 
@@ -251,6 +273,7 @@ CHECKS = (
     check_data,
     check_batch,
     check_roles,
+    check_algorithm,
     check_optimizer,
     check_sampling,
     check_reference,

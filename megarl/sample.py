@@ -46,7 +46,10 @@ class Sample:
     rollout_logprobs: torch.Tensor | None = None  # [L] float32, by the server; 0 where masked
     old_logprobs: torch.Tensor | None = None  # [L] float32, by the actor before the update
     ref_logprobs: torch.Tensor | None = None  # [L] float32, by the reference
+    values: torch.Tensor | None = None  # [L] float32, by the critic: of the prefix before token t; 0 where masked
     advantages: torch.Tensor | None = None  # [L] float32; 0 where masked
+    returns: torch.Tensor | None = None  # [L] float32, what the critic is trained towards; 0 where masked
+    weights: torch.Tensor | None = None  # [L] float32, of the off-policy correction; 0 where masked
 
     def __getstate__(self) -> dict:
         """Tensors travel between processes as numpy arrays: pickling those takes a tenth of the time."""
@@ -88,6 +91,9 @@ class Batch:
     old_logprobs: torch.Tensor | None = None  # [T] float32
     ref_logprobs: torch.Tensor | None = None  # [T] float32
     advantages: torch.Tensor | None = None  # [T] float32
+    values: torch.Tensor | None = None  # [T] float32, by the critic before the update
+    returns: torch.Tensor | None = None  # [T] float32
+    weights: torch.Tensor | None = None  # [T] float32, on the policy's token losses
 
     @property
     def targets(self) -> torch.Tensor:

@@ -1,16 +1,20 @@
 """THE loop: generate -> reward -> score -> advantage -> update -> sync -> save."""
 
+import inspect
 import random
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from megarl.algorithms import ADVANTAGES
 from megarl.algorithms.losses import policy_loss
+from megarl.algorithms.off_policy import correction
 from megarl.cluster.cluster import Cluster
 from megarl.cluster.role import RoleGroup
-from megarl.config import Config, Phase
+from megarl.config import AlgorithmConfig, Config, Phase
 from megarl.data import toy
 from megarl.data.chat import load_tokenizer
 from megarl.data.dataset import PromptStream, check_enough, load_prompts, load_warm_start
@@ -113,6 +117,11 @@ class Trainer:
             loss_aggregation=config.algorithm.loss_aggregation,
             kl_coefficient=config.algorithm.kl_coefficient,
             entropy_coefficient=config.algorithm.entropy_coefficient,
+            kind=config.algorithm.policy_loss,
+            dual_clip=config.algorithm.dual_clip,
+            kl_estimator=config.algorithm.kl_estimator,
+            kl_importance_weighted=config.algorithm.kl_importance_weighted,
+            aggregation_length=config.algorithm.aggregation_length or config.rollout.sampling.max_new_tokens,
         )
 
     def run_all(self) -> None:
@@ -147,12 +156,12 @@ class Trainer:
         with timed(times, "logprob"):
             entropies = self.score_logprobs(samples, temperature)
         memory |= self.memory("score")
-        ADVANTAGES[algorithm.name](samples, normalize_by_std=algorithm.normalize_by_std)
+        ADVANTAGES[algorithm.name](samples, **keywords_of(ADVANTAGES[algorithm.name], algorithm))
         metrics = sample_metrics(samples, algorithm.group_size)
         if broken := nonfinite_logprobs(samples):
             self.skipped.add(f"step_{step:06d}", samples, f"{broken} log-probs of its samples are not finite")
         else:
-            metrics |= logprob_metrics(samples, entropies)
+            metrics |= logprob_metrics(samples, entropies) | self.correct(samples)
             self.check_agreement(metrics["rollout/logprob_diff_mean"])
             self.place("update", times)
             with timed(times, "update"):
@@ -213,6 +222,16 @@ class Trainer:
             for sample, (logprobs, _) in zip(samples, self.actor.logprobs(samples, temperature, reference=True)):
                 sample.ref_logprobs = logprobs
         return [entropy for _, entropy in scored]
+
+    def correct(self, samples: list[Sample]) -> dict[str, float]:
+        """Fill .weights as algorithm.off_policy says; metrics of it."""
+        settings = self.config.algorithm.off_policy
+        if settings is None:
+            return {}
+        weights, metrics = correction(samples, settings.kind, settings.low, settings.high, settings.veto)
+        for sample, weights_L in zip(samples, weights):
+            sample.weights = weights_L
+        return {f"off_policy/{name}": value for name, value in metrics.items()}
 
     def update(self, samples: list[Sample], step: int, temperature: float) -> dict[str, float]:
         """All optimizer steps of an iteration. A mini-batch with neither an advantage nor a KL or entropy term has nothing
@@ -289,6 +308,11 @@ class Trainer:
                 self.fleet.stop()  # whatever they were in the middle of
                 self.save(f"interrupted_{step:06d}")
             raise
+
+
+def keywords_of(function: Callable, algorithm: AlgorithmConfig) -> dict[str, Any]:
+    """The config keys that are parameters of `function`."""
+    return {name: getattr(algorithm, name) for name in inspect.signature(function).parameters if hasattr(algorithm, name)}
 
 
 def shuffle_rewards(samples: list[Sample], seed: int, step: int) -> None:

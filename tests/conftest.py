@@ -1,4 +1,5 @@
-"""Test helpers ranks.py, hf_models.py and end_to_end.py are importable by name; GPUs are hidden except from tests/gpu."""
+"""Test helpers (ranks.py, hf_models.py, batches.py, end_to_end.py) are importable by name; GPUs are hidden except from
+tests/gpu."""
 
 import os
 import signal

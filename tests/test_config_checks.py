@@ -87,7 +87,7 @@ def test_toy_files_need_not_exist_yet_but_must_be_ones_that_the_toy_writes(folde
 
 def test_grpo_needs_a_group(folder):  # O07
     assert only(refusal("algorithm.group_size=1")) == (
-        "override algorithm.group_size=1: grpo needs group_size >= 2, given 1"
+        "override algorithm.group_size=1: grpo needs group_size >= 2, given 1; reinforce_plus_plus does without groups"
     )
 
 
@@ -157,6 +157,29 @@ def test_hidden_gpus_make_auto_the_cpu_and_cuda_an_error(folder, monkeypatch):
     assert "no GPU is seen with CUDA_VISIBLE_DEVICES=''" in only(refusal("device=cuda"))
     remote = load("base.yaml", ["device=cuda", "cluster.ray_address=head:6379"])  # its GPUs are not this machine's
     assert resolve_device(remote) == "cuda"
+
+
+# The algorithm
+
+
+def test_a_key_that_the_chosen_parts_do_not_read_is_refused(folder):
+    line = only(refusal("algorithm.name=rloo", "algorithm.normalize_by_std=false"))
+    assert line.endswith("given False, but only algorithm.name: grpo reads it, and that is rloo")
+    assert "only algorithm.policy_loss: dual_clip reads it" in only(refusal("algorithm.dual_clip=2.0"))
+    assert "only algorithm.loss_aggregation: constant reads it" in only(refusal("algorithm.aggregation_length=100"))
+    load("base.yaml", ["algorithm.loss_aggregation=constant", "algorithm.aggregation_length=100", "algorithm.name=dr_grpo"])
+
+
+def test_gspo_wants_clip_ranges_of_its_own(folder):
+    assert "0.2 stops nothing (the paper has 3e-4 and 4e-4); at most 0.05" in only(refusal("algorithm.policy_loss=gspo"))
+    load("base.yaml", ["algorithm.policy_loss=gspo", "algorithm.clip_low=3e-4", "algorithm.clip_high=4e-4"])
+
+
+def test_only_an_estimator_without_groups_takes_a_group_of_one(folder):
+    one = ["algorithm.group_size=1", "algorithm.prompts_per_step=64"]
+    load("base.yaml", [*one, "algorithm.name=reinforce_plus_plus"])
+    for name in ("grpo", "dr_grpo", "rloo", "opo", "reinforce_plus_plus_baseline"):
+        assert f"{name} needs group_size >= 2, given 1" in only(refusal(*one, f"algorithm.name={name}"))
 
 
 # The cluster and the placement

@@ -2,6 +2,24 @@
 
 from collections.abc import Callable
 
-from megarl.algorithms.advantages import grpo
+from megarl.algorithms.advantages import (
+    dr_grpo,
+    gdpo,
+    grpo,
+    opo,
+    reinforce_plus_plus,
+    reinforce_plus_plus_baseline,
+    rloo,
+)
+from megarl.algorithms.gae import gae
 
-ADVANTAGES: dict[str, Callable] = {"grpo": grpo}
+ADVANTAGES: dict[str, Callable] = {
+    "grpo": grpo,
+    "dr_grpo": dr_grpo,
+    "rloo": rloo,
+    "opo": opo,
+    "reinforce_plus_plus": reinforce_plus_plus,
+    "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
+    "gdpo": gdpo,
+    "gae": gae,
+}

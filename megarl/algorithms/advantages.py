@@ -1,30 +1,149 @@
-"""From rewards to advantages."""
+"""From rewards to advantages, without a critic.
+
+Each fills `.advantages` [L] float32, 0 where loss_mask is False. `samples` is the whole step, so its groups are whole
+and its statistics those of the global batch. Standard deviations are the unbiased ones and no epsilon is added: a
+spread of exactly 0 is told beforehand and gives advantages of exactly 0. So does a group of one, wherever the baseline
+is the group's.
+"""
+
+import math
+from collections.abc import Iterable
 
 import torch
 
+from megarl.algorithms.whitening import whiten_over_tokens
+from megarl.errors import RunError
 from megarl.sample import Sample
+
+GDPO_RESIDUE = 1e-9  # of the sum of the weights: float64 leaves 1e-16 where parts cancel, real differences are larger
 
 
 def grpo(samples: list[Sample], normalize_by_std: bool) -> None:
-    """Fill `.advantages` [L] float32: A_i = (r_i - mean(r)) / std(r) over the group of samples with one group_id, the
-    same for every trained token, 0 where loss_mask is False.
+    """A_i = (r_i - mean(r)) / std(r) over the group of samples with one group_id, the same for every trained token.
 
-    DeepSeekMath (arXiv:2402.03300), section 4.1.2, outcome supervision; the standard deviation is the unbiased one.
-    Without `normalize_by_std`, A_i = r_i - mean(r): Dr. GRPO (arXiv:2503.20783), section 3.2. No epsilon is added:
-    groups of equal rewards, a single sample among them, are told by comparison and get exactly 0.
+    DeepSeekMath (arXiv:2402.03300), section 4.1.2, outcome supervision. Without `normalize_by_std` it is `dr_grpo`.
     """
     for group in _groups(samples):
-        rewards_G = [sample.reward for sample in group]
-        for sample, advantage in zip(group, _group_advantages(rewards_G, normalize_by_std), strict=True):
-            sample.advantages = sample.loss_mask.to(torch.float32) * advantage
+        _fill(group, _group_advantages([sample.reward for sample in group], normalize_by_std))
+
+
+def dr_grpo(samples: list[Sample]) -> None:
+    """A_i = r_i - mean(r) over the group. Dr. GRPO (arXiv:2503.20783), section 3.2."""
+    grpo(samples, normalize_by_std=False)
+
+
+def rloo(samples: list[Sample]) -> None:
+    """A_i = r_i - mean of the rewards of the group's other samples.
+
+    The leave-one-out baseline of REINFORCE, as in Ahmadian et al. (arXiv:2402.14740). KL is not in the reward here.
+    """
+    for group in _groups(samples):
+        differences_G = _differences(group)
+        num_others = max(len(group) - 1, 1)  # a group of one has difference 0
+        _fill(group, [d - (sum(differences_G) - d) / num_others for d in differences_G])
+
+
+def opo(samples: list[Sample]) -> None:
+    """A_i = r_i - b with b = sum(l_i r_i) / sum(l_i) over the group, l_i the number of trained tokens of sample i.
+
+    OPO (arXiv:2505.23585), the optimal baseline under gradient norms that grow with the length. Where a response holds
+    tokens that are not trained, they are no part of the gradient and so not of l_i.
+    """
+    for group in _groups(samples):
+        differences_G = _differences(group)
+        lengths_G = [int(sample.loss_mask.sum()) for sample in group]
+        weighted = sum(length * d for length, d in zip(lengths_G, differences_G, strict=True))
+        baseline = weighted / max(sum(lengths_G), 1)  # nothing to train: no advantage is used
+        _fill(group, [d - baseline for d in differences_G])
+
+
+def reinforce_plus_plus(samples: list[Sample], penalties: list[torch.Tensor] | None = None) -> None:
+    """A_t = r - sum of the penalties from token t to the end, then whitened over all trained tokens of the batch.
+
+    REINFORCE++ (arXiv:2501.03262, version 9), equations 4 and 5. `penalties`: one [L] tensor for each sample, what is
+    taken off the reward at each token, e.g. beta * (old_logprobs - ref_logprobs); never looked at where loss_mask is
+    False. There are no groups: a prompt's only sample has an advantage like any other.
+    """
+    advantages = []
+    for i, sample in enumerate(samples):
+        assert sample.reward is not None, _no_reward(sample)
+        trained = torch.full((int(sample.loss_mask.sum()),), sample.reward, dtype=torch.float64)
+        if penalties is not None:
+            trained -= penalties[i][sample.loss_mask].double().flip(0).cumsum(0).flip(0)
+        advantages.append(trained)
+    whiten_over_tokens(samples, advantages)
+
+
+def reinforce_plus_plus_baseline(samples: list[Sample]) -> None:
+    """A_i = a_i / std(a) with a_i = r_i - mean(r) over the group and std(a) over all samples of the batch.
+
+    REINFORCE++ with baseline (arXiv:2501.03262, version 9), equations 6 and 7. The batch's statistics are taken over
+    responses: their mean is then 0 by construction, so groups of equal rewards keep advantage 0. Over tokens it would
+    not be, and such groups would be pushed by the lengths of others.
+    """
+    groups = _groups(samples)
+    centered = [a for group in groups for a in _group_advantages([s.reward for s in group], normalize_by_std=False)]
+    _fill([sample for group in groups for sample in group], _divided_by_std(centered))
+
+
+def gdpo(samples: list[Sample], weights: dict[str, float] | None = None) -> None:
+    """A_i = s_i / std(s) over all samples of the batch, with s_i = sum over the reward parts k of
+    weights[k] * (r_ik - mean(r_k)) / std(r_k), mean and std of part k over the group.
+
+    GDPO (arXiv:2601.05242), equations 4 to 6. The batch's mean is 0 by construction. `weights` are 1 if not given.
+    `.reward` is not used. RunError: samples of a group differ in their parts, or a part is not finite or has no weight.
+    """
+    groups = _groups(samples)
+    summed: list[float] = []
+    total_weight = 0.0
+    for group in groups:
+        weights_K = _part_weights(group, weights)
+        total_weight = max(total_weight, sum(abs(weight) for weight in weights_K.values()))
+        sums_G = torch.zeros(len(group), dtype=torch.float64)
+        for name, weight in weights_K.items():
+            part_G = [sample.reward_parts[name] for sample in group]
+            sums_G += weight * torch.tensor(_group_advantages(part_G, normalize_by_std=True), dtype=torch.float64)
+        summed += sums_G.tolist()
+    summed = [0.0 if abs(s) <= GDPO_RESIDUE * total_weight else s for s in summed]  # std would blow a residue up to 1
+    _fill([sample for group in groups for sample in group], _divided_by_std(summed))
+
+
+def _part_weights(group: list[Sample], weights: dict[str, float] | None) -> dict[str, float]:
+    """Of the parts that all samples of the group have."""
+    names = sorted(group[0].reward_parts)
+    for sample in group:
+        parts, where = sample.reward_parts, f"gdpo: sample {sample.index} of group {sample.group_id}"
+        if not parts or sorted(parts) != names:
+            raise RunError(f"{where} has reward parts {sorted(parts)}: wanted at least one, and as its group {names}")
+        if not all(map(math.isfinite, parts.values())):
+            raise RunError(f"{where} has reward parts {parts}: wanted finite numbers")
+    if weights is None:
+        return dict.fromkeys(names, 1.0)
+    if missing := [name for name in names if name not in weights]:
+        raise RunError(f"gdpo: reward parts {missing} have no weight; weights are given for {sorted(weights)}")
+    return {name: weights[name] for name in names}
 
 
 def _groups(samples: list[Sample]) -> list[list[Sample]]:
     groups: dict[int, list[Sample]] = {}
     for sample in samples:
-        assert sample.reward is not None, f"sample {sample.index} of group {sample.group_id} has no reward"
+        assert sample.reward is not None, _no_reward(sample)
         groups.setdefault(sample.group_id, []).append(sample)
     return list(groups.values())
+
+
+def _no_reward(sample: Sample) -> str:
+    return f"sample {sample.index} of group {sample.group_id} has no reward"
+
+
+def _fill(samples: list[Sample], advantages: Iterable[float]) -> None:
+    for sample, advantage in zip(samples, advantages, strict=True):
+        sample.advantages = sample.loss_mask.to(torch.float32) * advantage
+
+
+def _differences(group: list[Sample]) -> list[float]:
+    """Rewards minus that of the group's first sample: no baseline notices, and equal rewards are exactly 0."""
+    return [sample.reward - group[0].reward for sample in group]
 
 
 def _group_advantages(rewards_G: list[float], normalize_by_std: bool) -> list[float]:
@@ -35,3 +154,10 @@ def _group_advantages(rewards_G: list[float], normalize_by_std: bool) -> list[fl
     if normalize_by_std:
         centered = centered / rewards.std(correction=1)
     return centered.tolist()
+
+
+def _divided_by_std(values: list[float]) -> list[float]:
+    if not any(values):
+        return values
+    tensor = torch.tensor(values, dtype=torch.float64)
+    return (tensor / tensor.std(correction=1)).tolist()

@@ -130,4 +130,7 @@ def pack(
         old_logprobs=joined("old_logprobs", torch.float32),
         ref_logprobs=joined("ref_logprobs", torch.float32),
         advantages=joined("advantages", torch.float32),
+        values=joined("values", torch.float32),
+        returns=joined("returns", torch.float32),
+        weights=joined("weights", torch.float32),
     )

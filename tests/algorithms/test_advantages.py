@@ -1,12 +1,17 @@
-"""GRPO advantages against numbers worked by hand."""
+"""Advantages from rewards against numbers worked by hand, and against loops in float64 at random inputs."""
+
+import random
+from statistics import mean, stdev
 
 import pytest
 import torch
 
 from megarl.algorithms import ADVANTAGES
+from megarl.errors import RunError
 from megarl.sample import Prompt, Sample
 
 grpo = ADVANTAGES["grpo"]
+IN_GROUPS = ["dr_grpo", "rloo", "opo", "reinforce_plus_plus_baseline", "gdpo"]
 
 
 def sample_with(reward, group_id=0, response_length=2):
@@ -72,3 +77,174 @@ def test_a_small_spread_on_a_large_offset_is_not_lost():
 def test_a_sample_without_reward_is_our_mistake():
     with pytest.raises(AssertionError, match="no reward"):
         grpo([sample_with(None)], True)
+
+
+def filled(name, samples, **options):
+    ADVANTAGES[name](samples, **options)
+    return [sample.advantages[-1].item() for sample in samples]
+
+
+def with_parts(group_id=0, **parts):
+    sample = sample_with(sum(parts.values()), group_id)
+    sample.reward_parts = parts
+    return sample
+
+
+def test_dr_grpo_is_grpo_without_std():
+    assert filled("dr_grpo", [sample_with(r) for r in (1, 1, 1, 0)]) == [0.25, 0.25, 0.25, -0.75]
+
+
+def test_rloo_compares_with_the_mean_of_the_others():
+    assert filled("rloo", [sample_with(r) for r in (1, 1, 1, 0)]) == pytest.approx([1 / 3, 1 / 3, 1 / 3, -1])
+    assert filled("rloo", [sample_with(r) for r in (3, 1)]) == [2, -2]
+
+
+def test_opo_weighs_the_baseline_by_trained_tokens():
+    samples = [sample_with(1.0, response_length=4), sample_with(0.0, response_length=1)]
+    samples[0].loss_mask[4] = False  # three trained tokens: b = 3 / 4
+    assert filled("opo", samples) == [0.25, -0.75]
+    assert samples[0].advantages.tolist() == [0, 0, 0, 0.25, 0, 0.25, 0.25]
+
+
+def test_opo_without_trained_tokens_has_no_nan():
+    samples = [sample_with(1.0, response_length=0), sample_with(0.0, response_length=0)]
+    assert filled("opo", samples) == [0, 0]
+
+
+def test_reinforce_plus_plus_whitens_over_tokens():
+    samples = [sample_with(1.0, 0, response_length=1), sample_with(0.0, 1, response_length=3)]
+    ADVANTAGES["reinforce_plus_plus"](samples)  # tokens 1 0 0 0: mean 1/4, std 1/2
+    assert samples[0].advantages.tolist() == [0, 0, 0, 1.5]
+    assert samples[1].advantages.tolist() == [0, 0, 0, -0.5, -0.5, -0.5]
+
+
+def test_reinforce_plus_plus_sums_penalties_from_the_token_to_the_end():
+    sample = sample_with(7.0, response_length=3)  # 7 - (3, 2, 1): mean 5, std 1
+    ADVANTAGES["reinforce_plus_plus"]([sample], [torch.tensor([9.0, 9.0, 9.0, 1.0, 1.0, 1.0])])
+    assert sample.advantages.tolist() == [0, 0, 0, -1, 0, 1]
+
+
+def test_reinforce_plus_plus_baseline_divides_by_the_std_of_the_batch():
+    samples = [sample_with(r, 0) for r in (1, 1, 1, 0)] + [sample_with(5.0, 1) for _ in range(9)]
+    # centered: 1/4 1/4 1/4 -3/4 and nine times 0, so std = sqrt(0.75 / 12) = 1/4
+    assert filled("reinforce_plus_plus_baseline", samples) == [1, 1, 1, -3] + [0] * 9
+
+
+def test_gdpo_normalizes_each_part_before_it_sums():
+    parts = [(1, 1), (1, 0), (1, 0), (0, 0)]  # normalized: (.5, 1.5) (.5, -.5) (.5, -.5) (-1.5, -.5)
+    samples = [with_parts(correct=c, short=s) for c, s in parts]
+    assert filled("gdpo", samples) == pytest.approx([1.5**0.5, 0, 0, -(1.5**0.5)])  # sums 2 0 0 -2, std sqrt(8 / 3)
+    weighted = filled("gdpo", samples, weights={"correct": 3.0, "short": 1.0, "other": 5.0})
+    assert weighted == pytest.approx([s / 12**0.5 for s in (3, 1, 1, -5)])
+
+
+def test_gdpo_parts_that_cancel_give_exactly_0():
+    samples = [with_parts(correct=c, wrong=1 - c) for c in (0.1, 0.2, 0.7)]
+    others = [with_parts(1, correct=c, wrong=1 - c) for c in (1, 0, 0, 0, 1)]
+    assert filled("gdpo", samples + others) == [0] * 8
+
+
+def test_gdpo_names_the_sample_whose_parts_are_wrong():
+    with pytest.raises(RunError, match=r"group 0 has reward parts \['correct'\].*\['correct', 'short'\]"):
+        filled("gdpo", [with_parts(correct=1, short=0), with_parts(correct=1)])
+    with pytest.raises(RunError, match="at least one"):
+        filled("gdpo", [sample_with(1.0)])
+    with pytest.raises(RunError, match=r"\['short'\] have no weight; weights are given for \['shrot'\]"):
+        filled("gdpo", [with_parts(short=1)], weights={"shrot": 1.0})
+    with pytest.raises(RunError, match="finite"):
+        filled("gdpo", [with_parts(short=float("nan"))])
+
+
+@pytest.mark.parametrize("name", [*IN_GROUPS, "reinforce_plus_plus"])
+@pytest.mark.parametrize("reward, size", [(1.0, 4), (0.0, 4), (0.1, 8), (0.1, 3), (-1e30, 5), (0.7, 1)])
+def test_a_batch_of_equal_rewards_gives_exactly_0_everywhere(name, reward, size):
+    samples = [with_parts(part=reward) for _ in range(size)]
+    assert filled(name, samples) == [0] * size
+
+
+@pytest.mark.parametrize("name", IN_GROUPS)
+def test_singletons_and_equal_groups_give_exactly_0_beside_others(name):
+    samples = [with_parts(3, part=r) for r in (1, 0.5, 0.3, 0)] + [with_parts(7, part=1.0)]
+    samples += [with_parts(8, part=0.1) for _ in range(3)]
+    advantages = filled(name, samples)
+    assert any(advantages[:4]) and advantages[4:] == [0, 0, 0, 0]
+
+
+def grpo_loop(sample, group, batch):
+    rewards = [s.reward for s in group]
+    return (sample.reward - mean(rewards)) / stdev(rewards)
+
+
+def dr_grpo_loop(sample, group, batch):
+    return sample.reward - mean(s.reward for s in group)
+
+
+def rloo_loop(sample, group, batch):
+    return sample.reward - mean(s.reward for s in group if s is not sample)
+
+
+def opo_loop(sample, group, batch):
+    lengths = [s.response_length for s in group]
+    return sample.reward - sum(n * s.reward for n, s in zip(lengths, group)) / sum(lengths)
+
+
+def reinforce_plus_plus_loop(sample, group, batch):
+    tokens = [s.reward for s in batch for _ in range(s.response_length)]
+    return (sample.reward - mean(tokens)) / stdev(tokens)
+
+
+def reinforce_plus_plus_baseline_loop(sample, group, batch):
+    centered = {id(s): s.reward - mean(o.reward for o in batch if o.group_id == s.group_id) for s in batch}
+    return (centered[id(sample)] - mean(centered.values())) / stdev(centered.values())
+
+
+def gdpo_loop(sample, group, batch):
+    def summed(s):
+        parts = [[o.reward_parts[k] for o in batch if o.group_id == s.group_id] for k in s.reward_parts]
+        return sum((r - mean(part)) / stdev(part) for r, part in zip(s.reward_parts.values(), parts))
+
+    sums = [summed(s) for s in batch]
+    return (summed(sample) - mean(sums)) / stdev(sums)
+
+
+LOOPS = {
+    "grpo": grpo_loop,
+    "dr_grpo": dr_grpo_loop,
+    "rloo": rloo_loop,
+    "opo": opo_loop,
+    "reinforce_plus_plus": reinforce_plus_plus_loop,
+    "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline_loop,
+    "gdpo": gdpo_loop,
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_each_equals_a_loop_over_its_formula_at_random_inputs(name):
+    draw = random.Random(0)
+    batch = []
+    for place in range(40):  # groups of 10, whose samples are not neighbours
+        sample = sample_with(draw.gauss(3, 2), group_id=place % 4, response_length=draw.randint(1, 9))
+        sample.reward_parts = {"a": draw.gauss(0, 1), "b": draw.gauss(-5, 7), "c": draw.random()}
+        sample.advantages = torch.full((len(sample.token_ids),), float("nan"))
+        batch.append(sample)
+    ADVANTAGES[name](batch, **{"normalize_by_std": True} if name == "grpo" else {})
+    for sample in batch:
+        expected = LOOPS[name](sample, [s for s in batch if s.group_id == sample.group_id], batch)
+        assert sample.advantages.tolist() == pytest.approx([0] * 3 + [expected] * sample.response_length, rel=1e-6)
+        assert sample.advantages.dtype == torch.float32
+
+
+def test_reinforce_plus_plus_with_penalties_equals_a_loop_and_never_sees_masked_ones():
+    draw = random.Random(1)
+    batch = [sample_with(draw.gauss(0, 1), response_length=draw.randint(1, 9)) for _ in range(6)]
+    batch[0].loss_mask[3] = False
+    penalties = [torch.tensor([draw.gauss(0, 1) for _ in sample.token_ids]) for sample in batch]
+    to_go = []  # one number for each trained token
+    for sample, penalty in zip(batch, penalties):
+        penalty[~sample.loss_mask] = float("nan")
+        values = [p for p, trained in zip(penalty.tolist(), sample.loss_mask.tolist()) if trained]
+        to_go += [sample.reward - sum(values[t:]) for t in range(len(values))]
+    ADVANTAGES["reinforce_plus_plus"](batch, penalties)
+    trained = [a for s in batch for a in s.advantages[s.loss_mask].tolist()]
+    assert trained == pytest.approx([(a - mean(to_go)) / stdev(to_go) for a in to_go], rel=1e-5, abs=1e-6)
+    assert all(not s.advantages[~s.loss_mask].any() for s in batch)

@@ -1,30 +1,18 @@
 """Losses against numbers worked by hand, and the property that no split of the batch changes them."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
+from batches import make_batch
 
 from megarl.algorithms.losses import aggregate, policy_loss, sft_loss
-from megarl.sample import Batch
+from megarl.algorithms.policy_losses import POLICY_LOSSES
+from megarl.algorithms.value_loss import value_loss
 
 NAN = float("nan")
-
-
-def make_batch(lengths, num_loss_tokens, num_sequences, loss_mask=None, **fields):
-    """A packed batch of sequences of these lengths; every token is trained unless a mask is given."""
-    T = sum(lengths)
-    return Batch(
-        token_ids=torch.zeros(T, dtype=torch.int64),
-        positions=torch.cat([torch.arange(length) for length in lengths]),
-        cu_seqlens=torch.tensor([0, *lengths]).cumsum(0).to(torch.int32),
-        max_seqlen=max(lengths),
-        loss_mask=torch.ones(T, dtype=torch.bool) if loss_mask is None else torch.tensor(loss_mask),
-        sequence_ids=torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)),
-        num_loss_tokens=num_loss_tokens,
-        num_sequences=num_sequences,
-        **fields,
-    )
+FIELDS = ("old_logprobs", "ref_logprobs", "advantages", "values", "returns", "weights")
 
 
 def single_token_loss(ratio, advantage, clip_low=0.2, clip_high=0.2, aggregation="token_mean"):
@@ -92,8 +80,21 @@ def test_sequence_mean_weighs_sequences_equally_and_counts_their_trained_tokens_
     assert whole.item() == (first + second).item() == pytest.approx(3.0)
 
 
+@pytest.mark.parametrize("name, length, expected", [("sequence_mean_token_sum", None, 4.5), ("constant", 10, 0.45)])
+def test_sums_of_sequences_are_divided_by_their_number_and_by_a_constant_length(name, length, expected):
+    parts = [([1.0, 1, 1, 1], [4]), ([5.0], [1])]
+    sums = [aggregate(torch.tensor(losses), make_batch(lengths, 5, 2), name, length) for losses, lengths in parts]
+    assert sum(sums).item() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("length", [None, 0, -3])
+def test_the_constant_aggregation_needs_a_length(length):
+    with pytest.raises(ValueError, match=f"aggregation_length {length}: .*constant needs one above 0"):
+        aggregate(torch.zeros(1), make_batch([1], 1, 1), "constant", length)
+
+
 def test_an_unknown_aggregation_is_refused_with_the_choices():
-    with pytest.raises(ValueError, match="'mean': token_mean or sequence_mean"):
+    with pytest.raises(ValueError, match="'mean': token_mean, sequence_mean, sequence_mean_token_sum or constant"):
         aggregate(torch.zeros(1), make_batch([1], 1, 1), "mean")
 
 
@@ -109,7 +110,9 @@ def step_of(lengths):
     mask = torch.ones(T, dtype=torch.bool)
     mask[starts] = False
     fields = {"old_logprobs": -1 + 0.3 * rand(T), "ref_logprobs": -1 + 0.3 * rand(T), "advantages": rand(T)}
-    return rand(T, 3), mask, fields
+    features_T3 = rand(T, 3)
+    fields |= {"values": -1 + 0.3 * rand(T), "returns": rand(T), "weights": rand(T).abs()}
+    return features_T3, mask, fields
 
 
 def gradient_of_split(lengths, split, loss_of):
@@ -136,8 +139,19 @@ def gradient_of_split(lengths, split, loss_of):
 LOSSES = {
     "token_mean": lambda logprobs, batch: policy_loss(logprobs, batch, 0.2, 0.2, "token_mean", 0.1),
     "sequence_mean": lambda logprobs, batch: policy_loss(logprobs, batch, 0.2, 0.2, "sequence_mean", 0.1),
+    "sequence_mean_token_sum": lambda logprobs, batch: policy_loss(
+        logprobs, batch, 0.2, 0.2, "sequence_mean_token_sum", 0.1, kl_importance_weighted=True
+    ),
+    "constant": lambda logprobs, batch: policy_loss(
+        logprobs, batch, 0.2, 0.2, "constant", 0.1, kl_estimator="k2", aggregation_length=3
+    ),
+    **{
+        kind: partial(policy_loss, clip_low=0.2, clip_high=0.2, loss_aggregation="token_mean", kind=kind)
+        for kind in POLICY_LOSSES
+    },
+    "value": partial(value_loss, clip=0.5),
     "sft": sft_loss,
-}
+}  # of log-probs, or of values
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -159,10 +173,10 @@ def test_masked_positions_reach_neither_loss_nor_gradient_nor_metrics(name, rubb
     def run(at_masked):
         logprobs, *others = (
             torch.tensor([at_masked, *trained, at_masked])
-            for trained in ((-1.0, -2.0), (-1.1, -1.8), (-1.3, -1.0), (1.0, -1.0))
+            for trained in ((-1.0, -2.0), (-1.1, -1.8), (-1.3, -1.0), (1.0, -1.0), (-1.2, -1.7), (0.5, 1.0), (2.0, 0.5))
         )
         logprobs.requires_grad_()
-        fields = dict(zip(("old_logprobs", "ref_logprobs", "advantages"), others, strict=True))
+        fields = dict(zip(FIELDS, others, strict=True))
         loss, metrics = LOSSES[name](logprobs, make_batch([4], 2, 1, loss_mask=mask, **fields))
         loss.backward()
         return loss.item(), logprobs.grad.tolist(), {key: value.item() for key, value in metrics.items()}
@@ -176,7 +190,7 @@ def test_masked_positions_reach_neither_loss_nor_gradient_nor_metrics(name, rubb
 def test_nothing_to_train_gives_0_and_a_gradient_of_0(name):
     for num_loss_tokens, num_sequences in ((7, 2), (0, 0)):  # in this micro-batch; in the whole step
         logprobs = torch.full((3,), NAN, requires_grad=True)
-        fields = {key: torch.zeros(3) for key in ("old_logprobs", "ref_logprobs", "advantages")}
+        fields = {key: torch.zeros(3) for key in FIELDS}
         batch = make_batch([3], num_loss_tokens, num_sequences, loss_mask=[False] * 3, **fields)
         loss, _ = LOSSES[name](logprobs, batch)
         loss.backward()
@@ -200,6 +214,41 @@ def test_the_kl_term_is_added_with_its_coefficient_and_the_same_mean():
     assert token_mean.item() == pytest.approx(0.5 * kl.mean().item(), rel=1e-5)
     sequence_mean, _ = policy_loss(logprobs, batch, 0.2, 0.2, "sequence_mean", kl_coefficient=0.5)
     assert sequence_mean.item() == pytest.approx(0.25 * (kl[0] + kl[1:].mean()).item(), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "estimator, weighted, expected, gradient",
+    [
+        ("k1", False, 1.0, 1.0),
+        ("k2", False, 0.5, 1.0),
+        ("k3", False, math.exp(-1), 1 - math.exp(-1)),
+        ("absolute", False, 1.0, 1.0),
+        ("k1", True, 2.0, 4.0),  # the ratio is 2, and its own gradient 2
+        ("k3", True, 2 * math.exp(-1), 2.0),
+    ],
+)
+def test_the_kl_term_takes_its_estimator_and_the_ratio_to_the_old_policy(estimator, weighted, expected, gradient):
+    policy = torch.tensor([-0.5], requires_grad=True)
+    old, reference = torch.tensor([-0.5 - math.log(2)]), torch.tensor([-1.5])
+    batch = make_batch([1], 1, 1, old_logprobs=old, ref_logprobs=reference, advantages=torch.zeros(1))
+    settings = dict(kl_coefficient=0.1, kl_estimator=estimator, kl_importance_weighted=weighted)
+    loss, metrics = policy_loss(policy, batch, 0.2, 0.2, "token_mean", **settings)
+    loss.backward()
+    assert (loss.item(), policy.grad.item()) == pytest.approx((0.1 * expected, 0.1 * gradient), rel=1e-5)
+    assert metrics["kl_ref"].item() == pytest.approx(math.exp(-1), rel=1e-5)  # k3 whatever the estimator
+
+
+def test_weights_multiply_the_policy_term_and_neither_kl_nor_entropy_nor_denominators():
+    logprobs, zeros = torch.full((3,), -1.0, requires_grad=True), torch.zeros(3)
+    fields = dict(old_logprobs=torch.full((3,), -1.0), advantages=torch.ones(3), ref_logprobs=torch.full((3,), -1.0))
+    batch = make_batch([3], 3, 1, weights=torch.tensor([0.0, 0.5, 2.0]), **fields)
+    loss, _ = policy_loss(logprobs, batch, 0.2, 0.2, "token_mean")
+    loss.backward()
+    assert loss.item() == pytest.approx(-2.5 / 3)
+    assert logprobs.grad.tolist() == pytest.approx([0, -0.5 / 3, -2 / 3])
+    batch = make_batch([3], 3, 1, weights=zeros, **fields | {"ref_logprobs": torch.full((3,), -2.0)})
+    loss, _ = policy_loss(logprobs, batch, 0.2, 0.2, "token_mean", 0.1, 0.01, entropy=torch.full((3,), 2.0))
+    assert loss.item() == pytest.approx(0.1 * math.exp(-1) - 0.02, rel=1e-5)
 
 
 def test_a_kl_term_without_reference_is_our_mistake():
