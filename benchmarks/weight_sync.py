@@ -58,7 +58,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--servers", type=int, default=1)
     parser.add_argument("--server-tp", type=int, default=1)
     parser.add_argument("--no-ceilings", dest="ceilings", action="store_false")
-    parser.add_argument("--folder", type=Path, help="where the model is written, /dev/shm for one; null: the temporary one")
+    parser.add_argument("--folder", type=Path, help="where the model is written, e.g. /dev/shm; by default the folder of temporary files")
     parser.add_argument("--out", type=Path, help="JSON file")
     return parser.parse_args()
 

@@ -95,7 +95,7 @@ class AlgorithmConfig(Section):
     group_size: int = Field(8, ge=1, description="responses per prompt")
     mini_batch_size: int | None = Field(None, ge=1, description="samples per optimizer step; null: all of a step")
     normalize_by_std: bool = Field(True, description="divide by the group's unbiased standard deviation")
-    clip_low: float = Field(0.2, ge=0, lt=1)
+    clip_low: float = Field(0.2, ge=0, le=1, description="1: the lower side is open, as in CISPO's paper")
     clip_high: float = Field(0.2, ge=0)
     policy_loss: Literal["ppo", "dual_clip", "gspo", "cispo", "sapo"] = Field(
         "ppo", description="megarl.algorithms.policy_losses"
@@ -214,7 +214,7 @@ class RolloutConfig(Section):
     sampling: SamplingConfig = SamplingConfig()
     server_args: dict[str, Any] = Field({}, description="passed through to SGLang: {mem_fraction_static: 0.8}")
     start_timeout_s: float = Field(300.0, gt=0)
-    max_restarts: int = Field(3, ge=0, description="of servers that die, in a run; one more death ends it")
+    max_restarts: int = Field(3, ge=0, description="incidents in a run: a server that dies, or those that hang in one push; one more ends it")
     request_timeout_s: float = Field(600.0, gt=0)
     max_retries: int = Field(3, ge=0, description="of one request, before the run stops")
     max_concurrent_prompts: int = Field(512, ge=1)
@@ -225,7 +225,7 @@ class RolloutConfig(Section):
 
 class SyncConfig(Section):
     bucket_mb: int = Field(1024, ge=1, description="size of a bucket of weights, in MiB; sender and server hold two")
-    timeout_s: float = Field(60.0, gt=0, description="for one bucket, for joining a group, for the canary")
+    timeout_s: float = Field(60.0, gt=0, description="for one bucket, joining a group, a pause, the canary, or giving memory back and taking it")
     canary_diff_limit: float | None = Field(
         None, gt=0, description="above it sync/canary_diff stops the run; null: by dtype, 1e-4 or 0.25"
     )
@@ -244,9 +244,9 @@ class TrainerConfig(Section):
 
 
 class ClusterConfig(Section):
-    ray_address: str | None = Field(None, description="of a running cluster; null: a local one for this run")
-    placement_timeout_s: float = Field(120.0, gt=0)
-    start_timeout_s: float = Field(300.0, gt=0, description="for all ranks of the actor to be ready")
+    ray_address: str | None = Field(None, description="HOST:PORT of a running cluster, or auto for this node's; null: a local one for this run")
+    placement_timeout_s: float = Field(120.0, gt=0, description="to wait for room where the cluster is full")
+    start_timeout_s: float = Field(300.0, gt=0, description="for all ranks of a role to be ready")
     call_timeout_s: float = Field(1800.0, gt=0, description="for one call on all ranks")
 
 

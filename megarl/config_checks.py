@@ -150,6 +150,11 @@ def check_algorithm(config: "Config") -> Iterator[Violation]:
         if given != type(algorithm).model_fields[key].default and used != choice:
             text = f"given {given}, but only algorithm.{reader}: {choice} reads it, and that is {used}"
             yield Violation(text, (f"algorithm.{key}", f"algorithm.{reader}"))
+    for key in ("kl_estimator", "kl_importance_weighted"):
+        given = getattr(algorithm, key)
+        if algorithm.kl_coefficient == 0 and given != type(algorithm).model_fields[key].default:
+            text = f"given {given}, but algorithm.kl_coefficient is 0: there is no KL term"
+            yield Violation(text, (f"algorithm.{key}", "algorithm.kl_coefficient"))
     widest = max(algorithm.clip_low, algorithm.clip_high)
     if algorithm.policy_loss == "gspo" and widest > GSPO_CLIP:
         yield Violation(

@@ -67,7 +67,9 @@ def test_gsm8k_config_lacks_only_its_files(folder):
 
 def test_check_names_keys_and_needs_no_file(folder):
     tree = yaml.safe_load(Path("base.yaml").read_text()) | {"name": "x", "algorithm": {"group_size": 1}}
-    assert check(Config.model_validate(tree)) == ["algorithm.group_size: grpo needs group_size >= 2, given 1"]
+    assert check(Config.model_validate(tree)) == [
+        "algorithm.group_size: grpo needs group_size >= 2, given 1; reinforce_plus_plus does without groups"
+    ]
 
 
 @pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.yaml")), ids=lambda file: file.stem)

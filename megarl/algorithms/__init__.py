@@ -1,4 +1,5 @@
-"""Algorithms as pure functions of samples and batches, by name. A new one is one file and one line here."""
+"""Algorithms as pure functions of samples and batches, by name. A new estimator is a function, a line here and its name in
+`AlgorithmConfig`."""
 
 from collections.abc import Callable
 

@@ -18,11 +18,10 @@ from ray.util.placement_group import PlacementGroup, placement_group_table, remo
 from megarl.cluster.connect import connect
 from megarl.cluster.run_tag import RUN_ID, RunTag, start_ticks
 from megarl.errors import ConfigError, RunError
-from megarl.rollout.launch import KILL_S, TERMINATE_S, mapped_segments, remove_segments, wait_for
+from megarl.rollout.launch import KILL_S, SEGMENTS, TERMINATE_S, mapped_segments, remove_segments, wait_for
 
 FOLDER_PREFIX = "megarl-ray-"
 FOLDER_TAG = "megarl-run.json"
-SEGMENTS = ("sglang_", "sgl_", "sem.mp-")  # what remove_segments removes, if a process has it mapped
 SERVER_SCRATCH = r"megarl-sglang-\w+"  # TMPDIR of a server (rollout/launch.py)
 
 Jobs = dict[RunTag, bool]  # the runs that have used a Ray cluster, and whether it still serves them

@@ -15,7 +15,7 @@ def connect(address: str | None, key: str, **options) -> None:
     if address not in (None, "auto"):
         host, _, port = address.rpartition(":")
         try:
-            socket.create_connection((host, int(port)), REACH_S).close()
+            socket.create_connection((host.strip("[]"), int(port)), REACH_S).close()
         except (OSError, ValueError) as error:
             raise RunError(f"{key}: nothing answers at {address}: {error}") from error
     try:

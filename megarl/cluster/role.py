@@ -1,5 +1,6 @@
 """The trainer's view of a Megatron role: one method per thing that all its ranks do together."""
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -66,14 +67,12 @@ class RoleGroup:
     def _log_end(self, rank: int) -> str:
         """Read where the rank was, if this machine does not see the file."""
         path, node = self.logs[rank], self.nodes[rank]
-        if path.exists():
-            return log_end(path, node.name)
-        there = NodeAffinitySchedulingStrategy(node.node_id, soft=False)
-        reading = ray.remote(log_end).options(num_cpus=0, scheduling_strategy=there).remote(path, node.name)
-        try:
-            return ray.get(reading, timeout=LOG_S)
-        except RayError:  # the node is gone too; GetTimeoutError among them
-            return f"log {path} on node {node.name}"
+        if not path.exists():
+            there = NodeAffinitySchedulingStrategy(node.node_id, soft=False)
+            reading = ray.remote(log_end).options(num_cpus=0, scheduling_strategy=there).remote(path, node.name)
+            with contextlib.suppress(RayError):  # the node is gone too; GetTimeoutError among them
+                return ray.get(reading, timeout=LOG_S)
+        return log_end(path, node.name)
 
     def raise_dead(self) -> None:
         """While the ranks have nothing to do: RunError if one has died since the last call."""

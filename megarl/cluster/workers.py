@@ -12,6 +12,8 @@ from pathlib import Path
 
 from megarl.machine import interface_of
 
+DYING_S = 5.0  # for a server whose connections broke to end
+
 
 class EngineWorker:
     """One rank: holds the Engine for `RoleGroup`."""
@@ -109,9 +111,6 @@ class EngineWorker:
         from megarl.engine import checkpoint
 
         checkpoint.save(self.engine, self.model_path, folder)
-
-
-DYING_S = 5.0
 
 
 class ServerWorker:

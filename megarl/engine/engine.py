@@ -27,7 +27,6 @@ from megarl.engine.model import (
     fuse_gradient_accumulation,
     load_hf_weights,
     parameters_of,
-    tensor_parallel_place,
     transformer_config,
 )
 from megarl.engine.modules import inverse_frequencies

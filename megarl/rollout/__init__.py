@@ -1,1 +1,2 @@
-"""Rollout: SGLang servers (server.py), their client (client.py), and the group that carries weights to them."""
+"""Rollout: SGLang servers (server.py), their client (client.py), weights to them (sync.py), and all of it together with
+restarts (fleet.py)."""

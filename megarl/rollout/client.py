@@ -10,7 +10,6 @@ plain logits, at temperature 1 whatever is asked, for given ones (`logprobs`).
 import asyncio
 import concurrent.futures
 import contextlib
-import json
 import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, Literal
@@ -21,6 +20,7 @@ from megarl.rollout import http, orders
 from megarl.rollout.health import Health
 from megarl.rollout.http import Aborted, ServerFault
 from megarl.rollout.responses import abort_message, input_logprobs, read_response
+from megarl.rollout.server import HEALTH_TIMEOUT_S
 from megarl.rollout.weights_group import Bucket
 from megarl.sample import Prompt, Sample
 
@@ -28,7 +28,6 @@ FIRST_BACKOFF_S = 0.5  # doubles with each attempt
 CLOSE_S = 10.0
 POLL_S = 0.5  # between two calls of `while_waiting`
 PAUSE_TIMEOUT_S = 15.0  # for what a server that works does at once
-HEALTH_TIMEOUT_S = 25.0  # SGLang answers after a token, or after 20 s that it has none
 
 
 class RolloutClient:
@@ -230,15 +229,11 @@ class RolloutClient:
         """Fill every server's weights with noise."""
         self._control_all("/weights_checker", {"action": "reset_tensors"}, timeout_s).result()
 
+    # The event loop
+
     def start(self, coroutine: Coroutine[Any, Any, Any]) -> concurrent.futures.Future:
         """Run a coroutine on the client's own loop and return at once; `.result()` waits for it."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-
-    def __enter__(self) -> "RolloutClient":
-        return self
-
-    def __exit__(self, *exception) -> None:
-        self.close()
 
     def close(self) -> None:
         """Drop what still runs, after an interrupt say, and end the background thread; may be called again."""

@@ -24,6 +24,7 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 PARENT_VARIABLE = "MEGARL_SERVER_PARENT"  # pid of the process that starts SGLang's children
 TERMINATE_S = 3.0  # between SIGTERM and SIGKILL; SGLang waits for running requests, which nobody wants any more
 KILL_S = 30.0  # for the kernel to end a killed process: a GPU's memory has to be unmapped
+SEGMENTS = ("sglang_", "sgl_", "sem.mp-")  # SGLang's, and multiprocessing's semaphores
 POLL_S = 0.2
 LOOK_S = 5.0  # between looks at the memory that the server's processes have mapped: it is known when one is killed
 
@@ -137,7 +138,7 @@ def remove_segments(inodes: set[int]) -> None:
     semaphore under another name than it gets."""
     for path in Path("/dev/shm").iterdir():
         with contextlib.suppress(FileNotFoundError):  # the guardian of another server cleans up at the same time
-            if path.name.startswith(("sglang_", "sgl_", "sem.mp-")) and path.stat().st_ino in inodes:
+            if path.name.startswith(SEGMENTS) and path.stat().st_ino in inodes:
                 path.unlink()
 
 

@@ -124,7 +124,7 @@ class BroadcastSync(WeightSync):
     def _with_senders_word(self, error: RunError, sending: dict) -> RunError:
         """Once the sender has given up, which also frees the other servers: it knows the bucket."""
         try:
-            wait_all(sending, "sending", 2 * self.timeout_s)
+            wait_all(sending, "on the actor's side", 2 * self.timeout_s)
         except RunError as word:
             if str(word) not in str(error):
                 return RunError(f"{error}; {word}")
@@ -161,10 +161,10 @@ class BroadcastSync(WeightSync):
                 done, servers = futures.wait(servers, timeout=POLL_S, return_when=futures.FIRST_COMPLETED)
                 for server in done:
                     server.result()
-                raise_failed(actor, "sending")
+                raise_failed(actor, "on the actor's side")
                 if servers and time.monotonic() > deadline:
                     raise RunError(f"not done within {timeout_s:g} s (sync.timeout_s={self.timeout_s:g})")
-            wait_all(actor, "sending", timeout_s)
+            wait_all(actor, "on the actor's side", timeout_s)
         except RunError as error:
             raise RunError(f"{where}: {error}") from error
 

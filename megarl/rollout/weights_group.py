@@ -52,19 +52,24 @@ class WeightsGroup:
     def _connect(self, device: str) -> None:
         """The first broadcast, which with NCCL makes the communicator and would wait for the others for ever."""
         token = torch.zeros(1, device=device)
+        outcome: list[str] = []
 
         def run() -> None:
-            with torch.cuda.device(token.device) if token.is_cuda else contextlib.nullcontext():
-                self.broadcast(token).wait()
-                token.item()
-            connected.append(True)
+            try:
+                with torch.cuda.device(token.device) if token.is_cuda else contextlib.nullcontext():
+                    self.broadcast(token).wait()
+                    token.item()
+                outcome.append("")
+            except RuntimeError as error:
+                outcome.append(f"{type(error).__name__}: {error}")
 
-        connected: list[bool] = []
         thread = threading.Thread(target=run, name="joining a weights group", daemon=True)
         thread.start()
         thread.join(self.timeout_s)
-        if not connected:
+        if not outcome:
             raise RuntimeError(f"not all {self.world_size} ranks of a weights group were there within {self.timeout_s:g} s")
+        if outcome[0]:
+            raise RuntimeError(f"the first broadcast of a weights group failed: {outcome[0]}")
 
     def broadcast(self, tensor: torch.Tensor) -> dist.Work:
         """Start to send `tensor` (rank 0) or to receive into it."""

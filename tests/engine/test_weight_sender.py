@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from end_to_end import wait_until
 from hf_models import write_hf_model
 from ranks import make_engine, run_ranks
 from safetensors.torch import load_file
@@ -43,9 +44,12 @@ def send(rank, folder, role, ports):
 
 def receive(folder, stage, port):
     """A stage's buckets as lists of (HF name, tensor)."""
+    plan = folder / f"plan-{stage}.json"
+    # Not before: a connection tried again and again on a port that nobody listens on can in the end be one with itself.
+    assert wait_until(plan.exists, TIMEOUT_S)
     group = WeightsGroup("gloo", "127.0.0.1", port, 1, 2, f"{folder}-{stage}", TIMEOUT_S)
     buckets = []
-    for bucket in (Bucket(*fields) for fields in json.loads((folder / f"plan-{stage}.json").read_text())):
+    for bucket in (Bucket(*fields) for fields in json.loads(plan.read_text())):
         buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8)
         group.broadcast(buffer).wait()
         buckets.append(list(bucket.tensors(buffer)))
