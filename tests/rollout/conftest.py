@@ -5,14 +5,14 @@ import uuid
 
 import pytest
 import torch
-from rollout_reference import CONTEXT, hf_weights
+from rollout_reference import CONTEXT, hf_weights, serving
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megarl.config import SamplingConfig
 from megarl.data import toy
 from megarl.rollout.client import RolloutClient
-from megarl.rollout.server import NEVER_PUSHED, Server, free_port
+from megarl.rollout.server import NEVER_PUSHED, free_port
 from megarl.rollout.weights_group import WeightsGroup, describe, fill
 
 SHARPEN = 6.0  # the toy's initialisation is too flat: wrongly aligned log-probs would hardly differ
@@ -30,22 +30,8 @@ def model_folder(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def sglang_server(model_folder, tmp_path_factory):
-    server = Server(
-        model_path=str(model_folder),
-        dtype="float32",
-        device="cpu",
-        tensor_parallel=1,
-        port=None,
-        server_args={},
-        log_path=tmp_path_factory.mktemp("server") / "server.log",
-        start_timeout_s=400,
-    )
-    server.start()
-    try:
-        server.wait_ready()
+    with serving(model_folder, 1, tmp_path_factory.mktemp("server") / "server.log") as server:
         yield server
-    finally:
-        server.stop()
 
 
 @pytest.fixture(scope="session")

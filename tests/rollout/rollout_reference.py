@@ -1,6 +1,12 @@
-"""What transformers says of the same tokens."""
+"""What the rollout tests share: a real server, and what transformers says of the same tokens."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
 
 import torch
+
+from megarl.rollout.server import Server
 
 CONTEXT = 256  # of the toy model
 
@@ -15,3 +21,15 @@ def reference_logprobs(model, token_ids: torch.Tensor, temperature: float = 1.0)
 
 def hf_weights(model) -> list[tuple[str, torch.Tensor]]:
     return [(name, weight) for name, weight in model.state_dict().items() if name != "lm_head.weight"]  # tied
+
+
+@contextlib.contextmanager
+def serving(folder: Path, tensor_parallel: int, log_path: Path) -> Iterator[Server]:
+    """A real server of the model in `folder`, float32 on CPU."""
+    server = Server(str(folder), "float32", "cpu", tensor_parallel, None, {}, log_path, start_timeout_s=400)
+    server.start()
+    try:
+        server.wait_ready()
+        yield server
+    finally:
+        server.stop()

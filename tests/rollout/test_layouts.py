@@ -4,7 +4,6 @@ Every server starts on other weights than the actor's and every actor has weight
 does not come, or comes to the wrong place, is seen. A server takes half a minute and more to start: actors share them.
 """
 
-import contextlib
 import itertools
 import json
 import time
@@ -16,14 +15,14 @@ import pytest
 import torch
 from hf_models import write_hf_model
 from ranks import make_engine, run_ranks
-from rollout_reference import hf_weights, reference_logprobs
+from rollout_reference import hf_weights, reference_logprobs, serving
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from megarl.config import SamplingConfig
 from megarl.errors import RunError
 from megarl.rollout.client import RolloutClient
-from megarl.rollout.server import Server, free_port, post
+from megarl.rollout.server import free_port, post
 from megarl.rollout.weights_group import WeightsGroup, describe, fill
 
 BUCKET_BYTES = 20_000  # a layer takes several, and the largest matrices are larger than one
@@ -57,33 +56,22 @@ def moe_folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def dense_server(dense_folder, tmp_path_factory):
-    with serving(dense_folder, 2, tmp_path_factory) as server:
+    with serving(dense_folder, 2, tmp_path_factory.mktemp("layouts") / "server.log") as server:
         yield server
 
 
 @pytest.fixture(scope="module")
 def moe_server(moe_folder, tmp_path_factory):
-    with serving(moe_folder, 2, tmp_path_factory) as server:
+    with serving(moe_folder, 2, tmp_path_factory.mktemp("layouts") / "server.log") as server:
         yield server
 
 
 @pytest.fixture(scope="module")
 def second_server(model_folder, tmp_path_factory):
     """Beside the session's, of the same shape; it does not survive the last test that uses it."""
-    with serving(redrawn(model_folder, tmp_path_factory.mktemp("second")), 1, tmp_path_factory) as server:
+    folder = redrawn(model_folder, tmp_path_factory.mktemp("second"))
+    with serving(folder, 1, tmp_path_factory.mktemp("layouts") / "server.log") as server:
         yield server
-
-
-@contextlib.contextmanager
-def serving(folder, tensor_parallel, tmp_path_factory):
-    log_path = tmp_path_factory.mktemp("layouts") / "server.log"
-    server = Server(str(folder), "float32", "cpu", tensor_parallel, None, {}, log_path, start_timeout_s=400)
-    server.start()
-    try:
-        server.wait_ready()
-        yield server
-    finally:
-        server.stop()
 
 
 def redrawn(model_folder: Path, folder: Path) -> Path:
@@ -255,7 +243,7 @@ def test_experts_reach_a_server_of_tp_2_in_their_order(moe_server, moe_folder, m
 def test_two_servers_of_tp_2_are_behind_one_another_in_the_group(
     dense_server, dense_folder, make_client, tmp_path, tmp_path_factory
 ):
-    with serving(redrawn(dense_folder, tmp_path), 2, tmp_path_factory) as other:
+    with serving(redrawn(dense_folder, tmp_path), 2, tmp_path_factory.mktemp("layouts") / "server.log") as other:
         client = make_client([dense_server.url, other.url])
         folder = redrawn(dense_folder, tmp_path_factory.mktemp("actor"))
         push_from_ranks(client, 2, folder, DENSE_ACTORS["TP 2 PP 2"], "broadcast")
