@@ -7,6 +7,7 @@ one between a model's outputs and its targets happens in `Batch.targets` and now
 
 import enum
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -58,6 +59,12 @@ class Sample:
     def __setstate__(self, state: dict) -> None:
         for name, value in state.items():
             setattr(self, name, torch.tensor(value) if isinstance(value, np.ndarray) else value)
+
+    def require(self, name: str) -> Any:
+        """A field that something before must have filled."""
+        value = getattr(self, name)
+        assert value is not None, f"sample {self.index} of group {self.group_id} has no {name}"
+        return value
 
     @property
     def response_length(self) -> int:

@@ -66,8 +66,7 @@ def reinforce_plus_plus(samples: list[Sample], penalties: list[torch.Tensor] | N
     """
     advantages = []
     for i, sample in enumerate(samples):
-        assert sample.reward is not None, _no_reward(sample)
-        trained = torch.full((int(sample.loss_mask.sum()),), sample.reward, dtype=torch.float64)
+        trained = torch.full((int(sample.loss_mask.sum()),), sample.require("reward"), dtype=torch.float64)
         if penalties is not None:
             trained -= penalties[i][sample.loss_mask].double().flip(0).cumsum(0).flip(0)
         advantages.append(trained)
@@ -127,13 +126,9 @@ def _part_weights(group: list[Sample], weights: dict[str, float] | None) -> dict
 def _groups(samples: list[Sample]) -> list[list[Sample]]:
     groups: dict[int, list[Sample]] = {}
     for sample in samples:
-        assert sample.reward is not None, _no_reward(sample)
+        sample.require("reward")
         groups.setdefault(sample.group_id, []).append(sample)
     return list(groups.values())
-
-
-def _no_reward(sample: Sample) -> str:
-    return f"sample {sample.index} of group {sample.group_id} has no reward"
 
 
 def _fill(samples: list[Sample], advantages: Iterable[float]) -> None:

@@ -30,14 +30,12 @@ def gae(
     """
     assert (lam is None) != (length_adaptive_alpha is None), "gae takes either lam or length_adaptive_alpha"
     for i, sample in enumerate(samples):
-        assert sample.reward is not None, f"sample {sample.index} of group {sample.group_id} has no reward"
-        assert sample.values is not None, f"sample {sample.index} of group {sample.group_id} has no values"
-        mask = sample.loss_mask
-        values = sample.values[mask].double()
+        mask, reward = sample.loss_mask, sample.require("reward")
+        values = sample.require("values")[mask].double()
         rewards = torch.zeros_like(values)
         if penalties is not None:
             rewards -= penalties[i][mask].double()
-        rewards[-1:] += sample.reward  # a slice: there may be no trained token
+        rewards[-1:] += reward  # a slice: there may be no trained token
         if length_adaptive_alpha is not None:
             lam = length_adaptive_lambda(len(values), length_adaptive_alpha)
         advantages = _advantages(rewards, values, gamma, lam)

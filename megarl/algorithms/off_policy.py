@@ -63,9 +63,7 @@ def correction(
 
 
 def _trained(sample: Sample, name: str) -> torch.Tensor:
-    values = getattr(sample, name)
-    assert values is not None, f"sample {sample.index} of group {sample.group_id} has no {name}"
-    return values[sample.loss_mask]
+    return sample.require(name)[sample.loss_mask]
 
 
 def _ratios(log_ratios_N: torch.Tensor, compared: str) -> torch.Tensor:

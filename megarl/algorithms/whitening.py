@@ -23,9 +23,7 @@ def whiten(values: torch.Tensor) -> torch.Tensor:
 def whiten_rewards(samples: list[Sample]) -> None:
     """Replace each `.reward` by its whitened value over all samples; `reward_parts` stay. What is to be logged of the
     rewards as given must be read before."""
-    for sample in samples:
-        assert sample.reward is not None, f"sample {sample.index} of group {sample.group_id} has no reward"
-    rewards_B = torch.tensor([sample.reward for sample in samples], dtype=torch.float64)
+    rewards_B = torch.tensor([sample.require("reward") for sample in samples], dtype=torch.float64)
     for sample, reward in zip(samples, whiten(rewards_B).tolist(), strict=True):
         sample.reward = reward
 
@@ -33,9 +31,7 @@ def whiten_rewards(samples: list[Sample]) -> None:
 def whiten_advantages(samples: list[Sample]) -> None:
     """Replace each `.advantages` [L] by its whitened value: mean and standard deviation over the trained tokens of all
     samples, each token weighing the same; 0 where loss_mask is False, whatever stood there."""
-    for sample in samples:
-        assert sample.advantages is not None, f"sample {sample.index} of group {sample.group_id} has no advantages"
-    whiten_over_tokens(samples, [sample.advantages[sample.loss_mask] for sample in samples])
+    whiten_over_tokens(samples, [sample.require("advantages")[sample.loss_mask] for sample in samples])
 
 
 def whiten_over_tokens(samples: list[Sample], trained: list[torch.Tensor]) -> None:
