@@ -3,22 +3,17 @@
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from megarl import config_file
+from megarl.config_algorithm import AlgorithmConfig
 from megarl.config_checks import check, violations
+from megarl.config_describe import describe
 from megarl.config_errors import covers, validate
+from megarl.config_section import Section
 from megarl.errors import ConfigError
-from megarl.machine import resolve_device
 
 __all__ = ["Config", "check", "describe", "load"]
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(
-        extra="forbid", strict=True, frozen=True, validate_default=True, protected_namespaces=(), allow_inf_nan=False
-    )
 
 
 class ToyConfig(Section):
@@ -37,10 +32,13 @@ class ModelConfig(Section):
 
 
 class DataConfig(Section):
-    train: str = Field(description="JSONL file of prompts")
-    validation: str | None = Field(None, description="JSONL file of held-out prompts")
+    train: str = Field(description="JSONL file of prompts; with an answer each for sft, with two for dpo, ipo and reward_model")
+    validation: str | None = Field(None, description="JSONL file of held-out rows of the same kind")
     prompt_key: str = Field("prompt", description="column with the user's text, or with a list of messages")
     answer_key: str | None = Field("answer", description="column with the reference answer; null: none")
+    response_key: str = Field("response", description="column with the text that sft trains on")
+    chosen_key: str = Field("chosen", description="column with the preferred of two responses")
+    rejected_key: str = Field("rejected", description="column with the other one")
     system_prompt: str | None = None
     max_prompt_tokens: int = Field(1024, ge=1, description="templated length; longer prompts are dropped, with a count")
 
@@ -76,49 +74,6 @@ class WarmStartConfig(Section):
     steps: int = Field(600, ge=1)
     batch_size: int = Field(64, ge=1, description="in samples")
     optimizer: WarmStartOptimizerConfig = WarmStartOptimizerConfig()
-
-
-class OffPolicyConfig(Section):
-    """Correction for what the server's log-probs and the trainer's differ by: `megarl.algorithms.off_policy`."""
-
-    kind: Literal["token_tis", "sequence_tis", "token_mis", "sequence_mis", "icepop", "geometric"] = "token_tis"
-    low: float = Field(0.0, ge=0, le=1, description="smallest ratio trainer / server that is taken as it is; 0: none")
-    high: float = Field(2.0, ge=1, description="largest one")
-    veto: float | None = Field(None, gt=0, lt=1, description="a token of a smaller ratio takes its sequence out; null: none")
-
-
-class AlgorithmConfig(Section):
-    name: Literal["grpo", "dr_grpo", "rloo", "opo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"] = Field(
-        "grpo", description="from rewards to advantages: megarl.algorithms.ADVANTAGES"
-    )
-    prompts_per_step: int = Field(16, ge=1)
-    group_size: int = Field(8, ge=1, description="responses per prompt")
-    mini_batch_size: int | None = Field(None, ge=1, description="samples per optimizer step; null: all of a step")
-    normalize_by_std: bool = Field(True, description="divide by the group's unbiased standard deviation")
-    clip_low: float = Field(0.2, ge=0, le=1, description="1: the lower side is open, as in CISPO's paper")
-    clip_high: float = Field(0.2, ge=0)
-    policy_loss: Literal["ppo", "dual_clip", "gspo", "cispo", "sapo"] = Field(
-        "ppo", description="megarl.algorithms.policy_losses"
-    )
-    dual_clip: float = Field(3.0, gt=1, description="of policy_loss: dual_clip: bound of a negative advantage's ratio")
-    loss_aggregation: Literal["token_mean", "sequence_mean", "sequence_mean_token_sum", "constant"] = "sequence_mean"
-    aggregation_length: int | None = Field(
-        None, ge=1, description="of loss_aggregation: constant, in tokens; null: rollout.sampling.max_new_tokens"
-    )
-    off_policy: OffPolicyConfig | None = Field(None, description="null: none")
-    kl_coefficient: float = Field(0.0, ge=0, description="weight of KL(policy || reference) in the loss")
-    kl_estimator: Literal["k1", "k2", "k3", "absolute"] = Field("k3", description="megarl.algorithms.kl")
-    kl_importance_weighted: bool = Field(False, description="times the policy's ratio: unbiased for k1 and k3")
-    entropy_coefficient: float = Field(0.0, ge=0, description="weight of the policy's entropy, which the loss then rewards")
-    reward: str = Field("gsm8k", description="a name in megarl.rewards.REWARDS")
-
-    @property
-    def samples_per_step(self) -> int:
-        return self.prompts_per_step * self.group_size
-
-    @property
-    def samples_per_update(self) -> int:
-        return self.mini_batch_size or self.samples_per_step
 
 
 Phase = Literal["generate", "score", "update"]  # of an iteration, by what a role holds on its GPUs meanwhile
@@ -180,18 +135,41 @@ class RoleConfig(Section):
 class CriticConfig(RoleConfig):
     """A model of its own with one value per token in place of the logits."""
 
+    path: str | None = Field(None, description="Hugging Face folder that it starts from, e.g. an exported reward model; null: model.path")
     value_head_std: float = Field(0.001, ge=0, description="of the head's initial weights, drawn from a normal distribution")
     value_head_bias: bool = Field(True, description="a bias, initially 0")
 
 
 class ReferenceConfig(Section):
-    enabled: bool = Field(True, description="log kl/ref; needed where algorithm.kl_coefficient > 0")
+    enabled: bool = Field(True, description="log kl/ref; needed for dpo and ipo and where algorithm.kl_coefficient > 0")
+    refresh_every: int = Field(0, ge=0, description="steps after which the policy becomes the reference; 0: never")
+    ema_decay: float | None = Field(
+        None, gt=0, lt=1, description="at a refresh the reference keeps this share of itself: an average; null: nothing"
+    )
+
+
+class ServersConfig(Section):
+    """SGLang servers of one model."""
+
+    servers: int = Field(1, ge=1)
+    tensor_parallel: int = Field(1, ge=1, description="ranks of one server")
+    ports: list[int] | None = Field(None, description="one port per server; null: free ones are found")
+    cpus_per_server: float = Field(1.0, gt=0)
+    server_args: dict[str, Any] = Field({}, description="passed through to SGLang: {mem_fraction_static: 0.8}")
+    start_timeout_s: float = Field(300.0, gt=0)
+
+
+class TeacherConfig(ServersConfig):
+    """A served model whose log-probs `algorithm.name: distillation` trains towards; with the tokenizer of the policy."""
+
+    path: str = Field(description="Hugging Face folder")
 
 
 class RolesConfig(Section):
     actor: RoleConfig = RoleConfig()
     critic: CriticConfig | None = Field(None, description="null: none")
     reference: ReferenceConfig = ReferenceConfig()
+    teacher: TeacherConfig | None = Field(None, description="null: none")
 
     @property
     def megatron(self) -> dict[str, RoleConfig]:
@@ -206,14 +184,10 @@ class SamplingConfig(Section):
     max_new_tokens: int = Field(512, ge=1)
 
 
-class RolloutConfig(Section):
-    servers: int = Field(1, ge=1)
-    tensor_parallel: int = Field(1, ge=1, description="ranks of one server")
-    ports: list[int] | None = Field(None, description="one port per server; null: free ones are found")
-    cpus_per_server: float = Field(1.0, gt=0)
+class RolloutConfig(ServersConfig):
+    """The servers that generate with the policy."""
+
     sampling: SamplingConfig = SamplingConfig()
-    server_args: dict[str, Any] = Field({}, description="passed through to SGLang: {mem_fraction_static: 0.8}")
-    start_timeout_s: float = Field(300.0, gt=0)
     max_restarts: int = Field(3, ge=0, description="incidents in a run: a server that dies, or those that hang in one push; one more ends it")
     request_timeout_s: float = Field(600.0, gt=0)
     max_retries: int = Field(3, ge=0, description="of one request, before the run stops")
@@ -240,7 +214,11 @@ class TrainerConfig(Section):
     max_skipped_updates: int = Field(
         10, ge=0, description="in a run, for a loss, log-prob or gradient that is not finite; one more stops it"
     )
-    num_logged_samples: int = Field(4, ge=0, description="per step, into samples.jsonl")
+    num_logged_samples: int | None = Field(4, ge=0, description="per step, into samples.jsonl; null: all")
+
+    def is_due(self, step: int, every: int) -> bool:
+        """What is done every so many steps is done after the last one too."""
+        return step == self.steps or (every > 0 and step % every == 0)
 
 
 class ClusterConfig(Section):
@@ -279,6 +257,27 @@ class Config(Section):
     def run_path(self) -> Path:
         return Path(self.run_directory) / self.name
 
+    @property
+    def servers(self) -> dict[str, ServersConfig]:
+        """The groups of servers that the run starts, by section."""
+        if self.algorithm.is_supervised:
+            return {}
+        return {"rollout": self.rollout} | ({"roles.teacher": self.roles.teacher} if self.roles.teacher else {})
+
+    @property
+    def aggregation_length(self) -> int:
+        """Tokens, of `loss_aggregation: constant`."""
+        return self.algorithm.aggregation_length or self.rollout.sampling.max_new_tokens
+
+    @property
+    def overlong_buffer_tokens(self) -> int:
+        return self.algorithm.overlong.buffer_tokens or -(-self.rollout.sampling.max_new_tokens // 5)
+
+    def model_of(self, role: str) -> ModelConfig:
+        """The model that `actor`, `critic` or `teacher` starts from."""
+        path = getattr(getattr(self.roles, role), "path", None)
+        return self.model.model_copy(update={"path": path}) if path else self.model
+
 
 def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Config:
     """The config of a YAML file with `key.path=value` overrides applied.
@@ -298,32 +297,3 @@ def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Confi
         header = [f"{count} problems in the configuration:"] if count > 1 else []
         raise ConfigError("\n".join(header + document.problems))
     return config
-
-
-def describe(config: Config) -> str:
-    """The resolved config as YAML that `load` reads back, followed by the numbers that result from it as comments."""
-    algorithm, actor, rollout = config.algorithm, config.roles.actor, config.rollout
-    device = resolve_device(config)
-    gpus = int(device == "cuda")  # per rank
-    sequence = config.data.max_prompt_tokens + rollout.sampling.max_new_tokens
-    updates = algorithm.samples_per_step // algorithm.samples_per_update
-    rows = []
-    for name, role in config.roles.megatron.items():
-        cpus = role.world_size * role.rank_cpus(device)
-        rows.append((name, f"{role.nodes} x {role.gpus_per_node} ranks", role.world_size * gpus, cpus))
-    own_gpus = gpus if config.placement == "disaggregated" else 0
-    server_gpus, server_cpus = rollout.servers * rollout.tensor_parallel * own_gpus, rollout.servers * rollout.cpus_per_server
-    rows.append(("rollout", f"{rollout.servers} x {rollout.tensor_parallel} ranks", server_gpus, server_cpus))
-    rows.append(("needed", "", sum(row[2] for row in rows), sum(row[3] for row in rows)))
-    derived = f"""
-device              {device}
-data parallel size  {actor.data_parallel} ({actor.sizes})
-samples per step    {algorithm.samples_per_step} ({algorithm.prompts_per_step} prompts x {algorithm.group_size})
-updates per step    {updates} (of {algorithm.samples_per_update} samples)
-tokens per step     at most {algorithm.samples_per_step * sequence:,} ({sequence:,} per sample)
-
-role      layout            GPUs   CPUs
-"""
-    derived += "\n".join(f"{name:9} {layout:16} {gpus:5} {cpus:6g}" for name, layout, gpus, cpus in rows)
-    text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
-    return text + "\n".join(f"# {line}".rstrip() for line in derived.strip().splitlines()) + "\n"

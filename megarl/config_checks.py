@@ -11,8 +11,9 @@ from math import gcd
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megarl.config_role_checks import LAYOUT_KEYS, check_role, check_role_model, check_transformer_impl
-from megarl.config_violation import Violation, divisors, listed, nearest_multiples, nearest_two
+from megarl.config_algorithm_checks import ALGORITHM_CHECKS
+from megarl.config_role_checks import check_role, check_role_model, check_transformer_impl
+from megarl.config_violation import Violation, divisors, listed
 from megarl.engine.hf import FAMILIES
 from megarl.engine.hf.shape import ModelShape
 from megarl.errors import ConfigError
@@ -22,7 +23,6 @@ from megarl.rollout.server_args import check_server_args
 if TYPE_CHECKING:
     from megarl.config import Config
 
-GSPO_CLIP = 0.05
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -59,44 +59,61 @@ def check_ray_address(config: "Config") -> Iterator[Violation]:
 
 
 def check_model(config: "Config") -> Iterator[Violation]:
-    try:
-        shape = model_shape(config)
-    except ValueError as error:  # among them the ConfigErrors of ModelShape
-        yield Violation(str(error), ("model.path", "toy.folder"))
-        return
-    yield from check_server_heads(config, shape)
+    paths = {"model": ("model.path", "toy.folder")}
+    paths |= {"critic": ("roles.critic.path",)} if config.roles.critic and config.roles.critic.path else {}
+    paths |= {"teacher": ("roles.teacher.path",)} if config.roles.teacher else {}
+    shapes: dict[str, ModelShape] = {}
+    for name, keys in paths.items():
+        path = config.model_of(name).path if name != "model" else config.model.path
+        try:
+            shapes[name] = model_shape(config, path)
+        except ValueError as error:  # among them the ConfigErrors of ModelShape
+            yield Violation(str(error), keys)
+            continue
+        yield from check_model_files(config, path, keys)
+    model = shapes.get("model")
     for name in config.roles.megatron:
-        yield from check_role_model(config, name, shape)
-    yield from check_context(config, shape)
-    folder = Path(config.model.path)
-    if is_toy_model(config):
+        if shape := shapes.get(name, model if name not in paths else None):
+            yield from check_role_model(config, name, shape)
+    for section in config.servers:
+        if shape := shapes.get("model" if section == "rollout" else "teacher"):
+            yield from check_server_heads(config, section, shape)
+            yield from check_context(config, section, shape)
+    if model and "critic" in shapes and shapes["critic"].vocab_size != model.vocab_size:
+        text = f"has {shapes['critic'].vocab_size} tokens, but model.path has {model.vocab_size}: not the same tokens"
+        yield Violation(text, ("roles.critic.path", "model.path"))
+
+
+def check_model_files(config: "Config", path: str, keys: tuple[str, ...]) -> Iterator[Violation]:
+    folder = Path(path)
+    if is_toy_model(config, path):
         return
     if not any(folder.glob("*.safetensors")):
-        yield Violation(f"no *.safetensors in {folder}", ("model.path", "toy.folder"))
+        yield Violation(f"no *.safetensors in {folder}", keys)
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
-        yield Violation(f"no tokenizer in {folder}: {' or '.join(TOKENIZER_FILES)}", ("model.path", "toy.folder"))
+        yield Violation(f"no tokenizer in {folder}: {' or '.join(TOKENIZER_FILES)}", keys)
 
 
-def check_server_heads(config: "Config", shape: ModelShape) -> Iterator[Violation]:
-    heads, groups = shape.num_heads, shape.num_kv_heads
+def check_server_heads(config: "Config", section: str, shape: ModelShape) -> Iterator[Violation]:
+    heads, groups, size = shape.num_heads, shape.num_kv_heads, config.servers[section].tensor_parallel
     width = shape.moe_ffn_hidden_size if shape.num_experts else shape.ffn_hidden_size
     # SGLang copies key/value heads where it has more ranks than those.
     valid = [ranks for ranks in divisors(gcd(heads, width)) if groups % ranks == 0 or ranks % groups == 0]
-    if config.rollout.tensor_parallel not in valid:
+    if size not in valid:
         yield Violation(
-            f"given {config.rollout.tensor_parallel}, but the model has {heads} attention heads, {groups} key/value heads "
+            f"given {size}, but the model has {heads} attention heads, {groups} key/value heads "
             f"and intermediate size {width}, and it must divide the first and the last, and divide or be a multiple of the "
             f"second; valid: {listed(valid)}",
-            ("rollout.tensor_parallel", "model.path"),
+            (f"{section}.tensor_parallel", "model.path"),
         )
 
 
-def check_context(config: "Config", shape: ModelShape) -> Iterator[Violation]:
+def check_context(config: "Config", section: str, shape: ModelShape) -> Iterator[Violation]:
     prompt, response = config.data.max_prompt_tokens, config.rollout.sampling.max_new_tokens
     if prompt + response > shape.max_positions:
         yield Violation(
             f"data.max_prompt_tokens + rollout.sampling.max_new_tokens = {prompt} + {response} = {prompt + response} "
-            f"is more than the model's max_position_embeddings = {shape.max_positions}",
+            f"is more than the {'model' if section == 'rollout' else 'teacher'}'s max_position_embeddings = {shape.max_positions}",
             ("rollout.sampling.max_new_tokens", "data.max_prompt_tokens", "model.path"),
         )
 
@@ -110,58 +127,6 @@ def check_data(config: "Config") -> Iterator[Violation]:
     for key, file in files.items():
         if file is not None and not is_toy_file(config, file) and not Path(file).is_file():
             yield Violation(f"no such file: {file}", (key, "toy.folder"))
-
-
-def check_batch(config: "Config") -> Iterator[Violation]:
-    algorithm, actor = config.algorithm, config.roles.actor
-    prompts, group, mini = algorithm.prompts_per_step, algorithm.group_size, algorithm.mini_batch_size
-    samples = prompts * group
-    batch_keys = ("algorithm.mini_batch_size", "algorithm.prompts_per_step", "algorithm.group_size")
-    actor_keys = tuple(f"roles.actor.{name}" for name in LAYOUT_KEYS)
-    if group < 2 and algorithm.name != "reinforce_plus_plus":
-        text = f"{algorithm.name} needs group_size >= 2, given {group}; reinforce_plus_plus does without groups"
-        yield Violation(text, ("algorithm.group_size", "algorithm.name"))
-    if mini is not None and samples % mini:
-        near = nearest_multiples(prompts, mini // gcd(mini, group))
-        yield Violation(
-            f"given {mini}, but algorithm.prompts_per_step * algorithm.group_size = {prompts} * {group} = {samples} is "
-            f"not a multiple of it; nearest valid mini_batch_size: {nearest_two(mini, divisors(samples))}; "
-            f"nearest valid prompts_per_step: {near}",
-            batch_keys,
-        )
-    if algorithm.samples_per_update < actor.data_parallel:
-        yield Violation(
-            f"an update has {algorithm.samples_per_update} samples (prompts_per_step {prompts}, group_size {group}, "
-            f"mini_batch_size {'null' if mini is None else mini}), fewer than the {actor.data_parallel} data-parallel "
-            f"ranks (roles.actor: {actor.sizes}); at least {actor.data_parallel} are needed",
-            batch_keys + actor_keys,
-        )
-
-
-def check_algorithm(config: "Config") -> Iterator[Violation]:
-    """Keys that only one choice of another reads: given for nothing, they would be silent."""
-    algorithm = config.algorithm
-    for key, reader, choice in (
-        ("normalize_by_std", "name", "grpo"),
-        ("dual_clip", "policy_loss", "dual_clip"),
-        ("aggregation_length", "loss_aggregation", "constant"),
-    ):
-        given, used = getattr(algorithm, key), getattr(algorithm, reader)
-        if given != type(algorithm).model_fields[key].default and used != choice:
-            text = f"given {given}, but only algorithm.{reader}: {choice} reads it, and that is {used}"
-            yield Violation(text, (f"algorithm.{key}", f"algorithm.{reader}"))
-    for key in ("kl_estimator", "kl_importance_weighted"):
-        given = getattr(algorithm, key)
-        if algorithm.kl_coefficient == 0 and given != type(algorithm).model_fields[key].default:
-            text = f"given {given}, but algorithm.kl_coefficient is 0: there is no KL term"
-            yield Violation(text, (f"algorithm.{key}", "algorithm.kl_coefficient"))
-    widest = max(algorithm.clip_low, algorithm.clip_high)
-    if algorithm.policy_loss == "gspo" and widest > GSPO_CLIP:
-        yield Violation(
-            f"given gspo with clip_low {algorithm.clip_low:g} and clip_high {algorithm.clip_high:g}, but it clips a sequence's "
-            f"mean ratio, of which {widest:g} stops nothing (the paper has 3e-4 and 4e-4); at most {GSPO_CLIP:g}",
-            ("algorithm.policy_loss", "algorithm.clip_low", "algorithm.clip_high"),
-        )
 
 
 def check_optimizer(config: "Config") -> Iterator[Violation]:
@@ -199,49 +164,31 @@ def check_sampling(config: "Config") -> Iterator[Violation]:
         yield Violation(text, ("rollout.sampling.top_k",))
 
 
-def check_reference(config: "Config") -> Iterator[Violation]:
-    coefficient = config.algorithm.kl_coefficient
-    if coefficient > 0 and not config.roles.reference.enabled:
-        yield Violation(
-            f"given {coefficient}, but the KL term needs roles.reference.enabled: true",
-            ("algorithm.kl_coefficient", "roles.reference.enabled"),
-        )
-
-
-def check_reward(config: "Config") -> Iterator[Violation]:
-    from megarl.rewards import REWARDS
-
-    if config.algorithm.reward not in REWARDS:
-        valid = listed(sorted(REWARDS))
-        yield Violation(f"given {config.algorithm.reward!r}, valid: {valid}", ("algorithm.reward",))
-
-
 def check_ports(config: "Config") -> Iterator[Violation]:
-    ports, servers = config.rollout.ports, config.rollout.servers
-    if ports is None:
-        return
-    if len(ports) != servers:
-        text = f"{len(ports)} ports for {servers} rollout.servers; one each is needed"
-        yield Violation(text, ("rollout.ports", "rollout.servers"))
-    for port in sorted({port for port in ports if ports.count(port) > 1}):
-        yield Violation(f"port {port} is given {ports.count(port)} times", ("rollout.ports",))
-    for port in dict.fromkeys(ports):
-        elsewhere = config.cluster.ray_address is not None and 1 <= port <= 65535  # each server looks at its own node's
-        if not elsewhere and (reason := why_port_unusable(port)):
-            yield Violation(f"port {port} {reason}", ("rollout.ports",))
+    taken: list[int] = []
+    for section, servers in config.servers.items():
+        ports, keys = servers.ports, (f"{section}.ports", f"{section}.servers")
+        if ports is None:
+            continue
+        if len(ports) != servers.servers:
+            yield Violation(f"{len(ports)} ports for {servers.servers} {section}.servers; one each is needed", keys)
+        taken += ports
+        for port in sorted({port for port in ports if taken.count(port) > 1}):
+            yield Violation(f"port {port} is given {taken.count(port)} times", keys)
+        for port in dict.fromkeys(ports):
+            elsewhere = config.cluster.ray_address is not None and 1 <= port <= 65535  # each server looks at its own node's
+            if not elsewhere and (reason := why_port_unusable(port)):
+                yield Violation(f"port {port} {reason}", keys)
 
 
 def check_roles(config: "Config") -> Iterator[Violation]:
     for name in config.roles.megatron:
         yield from check_role(config, name)
     yield from check_transformer_impl(config)
-    if config.roles.critic is not None:
-        text = f"given, but algorithm.name: {config.algorithm.name} trains no critic"
-        yield Violation(text, ("roles.critic", "algorithm.name"))
 
 
 def check_placement(config: "Config") -> Iterator[Violation]:
-    if config.placement == "disaggregated":
+    if config.placement == "disaggregated" or not config.servers:
         return
     actor, rollout = config.roles.actor, config.rollout
     if actor.offload not in (None, "all"):
@@ -265,9 +212,10 @@ def check_checksum(config: "Config") -> Iterator[Violation]:
         yield Violation(text, ("debug.sync_checksum", "device"))
 
 
-def check_rollout_server_args(config: "Config") -> Iterator[Violation]:
-    for key, text in check_server_args(config.rollout.server_args):
-        yield Violation(text, (f"rollout.server_args.{key}",))
+def check_server_args_of_all(config: "Config") -> Iterator[Violation]:
+    for section, servers in config.servers.items():
+        for key, text in check_server_args(servers.server_args):
+            yield Violation(text, (f"{section}.server_args.{key}",))
 
 
 CHECKS = (
@@ -276,17 +224,14 @@ CHECKS = (
     check_ray_address,
     check_model,
     check_data,
-    check_batch,
     check_roles,
-    check_algorithm,
     check_optimizer,
     check_sampling,
-    check_reference,
-    check_reward,
     check_ports,
     check_placement,
     check_checksum,
-    check_rollout_server_args,
+    check_server_args_of_all,
+    *ALGORITHM_CHECKS,
 )
 
 
@@ -297,16 +242,16 @@ def refuse_used_run(config: "Config") -> None:
         raise ConfigError(f"name: {config.run_path} holds an earlier run; give this one another name (name=...) or remove it")
 
 
-def model_shape(config: "Config") -> ModelShape:
-    """Of the model folder, or of the toy model that the run will write there.
+def model_shape(config: "Config", path: str) -> ModelShape:
+    """Of a model folder, or of the toy model that the run will write there.
 
     Raises ValueError where config.json is missing, broken or of an unsupported model.
     """
-    if is_toy_model(config):
+    if is_toy_model(config, path):
         from megarl.data.toy import MODEL_CONFIG
 
         return ModelShape.from_hf(MODEL_CONFIG, where="the toy model")
-    file = Path(config.model.path) / "config.json"
+    file = Path(path) / "config.json"
     if not file.parent.is_dir():
         raise ConfigError(f"no such folder: {file.parent}")
     if not file.is_file():
@@ -324,8 +269,8 @@ def model_shape(config: "Config") -> ModelShape:
     return shape
 
 
-def is_toy_model(config: "Config") -> bool:
-    return config.toy is not None and Path(config.model.path) == Path(config.toy.folder) / "model"
+def is_toy_model(config: "Config", path: str) -> bool:
+    return config.toy is not None and Path(path) == Path(config.toy.folder) / "model"
 
 
 def is_toy_file(config: "Config", file: str) -> bool:

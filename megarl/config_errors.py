@@ -3,7 +3,7 @@
 import copy
 import difflib
 from collections.abc import Iterable, Iterator
-from types import NoneType
+from types import NoneType, UnionType
 from typing import Literal, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
@@ -137,9 +137,10 @@ def allowed(field: FieldInfo) -> str:
         for name, sign in BOUNDS
         if (bound := getattr(constraint, name, None)) is not None
     ]
-    options = [option for option in get_args(field.annotation) if option is not NoneType]
-    optional = NoneType in get_args(field.annotation)
-    words = type_in_words(options[0] if optional else field.annotation)
+    is_union = get_origin(field.annotation) is UnionType
+    options = [option for option in get_args(field.annotation) if option is not NoneType] if is_union else [field.annotation]
+    optional = is_union and NoneType in get_args(field.annotation)
+    words = " or ".join(map(type_in_words, options))
     return " ".join([words, " and ".join(bounds)]).strip() + (", or null" if optional else "")
 
 

@@ -47,6 +47,7 @@ class Sample:
     rollout_logprobs: torch.Tensor | None = None  # [L] float32, by the server; 0 where masked
     old_logprobs: torch.Tensor | None = None  # [L] float32, by the actor before the update
     ref_logprobs: torch.Tensor | None = None  # [L] float32, by the reference
+    teacher_logprobs: torch.Tensor | None = None  # [L] float32, by the teacher's server; 0 where masked
     values: torch.Tensor | None = None  # [L] float32, by the critic: of the prefix before token t; 0 where masked
     advantages: torch.Tensor | None = None  # [L] float32; 0 where masked
     returns: torch.Tensor | None = None  # [L] float32, what the critic is trained towards; 0 where masked

@@ -1,34 +1,33 @@
 """THE loop: generate -> reward -> score -> advantage -> update -> sync -> save."""
 
-import inspect
-import random
 import time
-from collections.abc import Callable
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
-from megarl.algorithms import ADVANTAGES
-from megarl.algorithms.losses import policy_loss
-from megarl.algorithms.off_policy import correction
+import torch
+
+from megarl.algorithms.kl_controller import KLController
+from megarl.algorithms.prepare import prepare
 from megarl.cluster.cluster import Cluster
 from megarl.cluster.role import RoleGroup
-from megarl.config import AlgorithmConfig, Config, Phase
+from megarl.collect import Collector
+from megarl.config import Config, Phase
 from megarl.data import toy
-from megarl.data.chat import load_tokenizer
-from megarl.data.dataset import PromptStream, check_enough, load_prompts, load_warm_start
-from megarl.engine.hf.shape import ModelShape
 from megarl.errors import RunError
+from megarl.inputs import AnsweredInputs, Inputs
+from megarl.interrupt import saving_on_interrupt
 from megarl.machine import resolve_device
 from megarl.monitor.console import Console
-from megarl.monitor.metrics import logprob_metrics, sample_metrics
+from megarl.monitor.metrics import agreement_metrics, policy_metrics
 from megarl.monitor.run_directory import RunDirectory
-from megarl.monitor.skipped import SkippedUpdates, nonfinite_logprobs, why_skipped
-from megarl.rewards import REWARDS, score
+from megarl.monitor.skipped import SkippedUpdates, nonfinite_fields
+from megarl.monitor.timing import timed
+from megarl.rewards import score_by_name
 from megarl.rollout.fleet import Fleet
-from megarl.sample import Prompt, Sample
-from megarl.schedule import learning_rate
+from megarl.rollout.teacher import Teacher
+from megarl.sample import Sample
+from megarl.supervised import SupervisedTrainer
+from megarl.update import Updater
 from megarl.warm_start import warm_start
 
 # Mean difference of log-probs between trainer and server that two right implementations of one model stay below.
@@ -43,51 +42,18 @@ def train(config: Config, command: list[str]) -> Path:
     device = resolve_device(config)
     if config.toy:
         toy.make(config.toy.folder, config.toy.seed)
-    inputs = Inputs(config)
+    inputs = AnsweredInputs(config) if config.algorithm.is_supervised else Inputs(config)
     with ExitStack() as stack:
         console = stack.enter_context(Console())
         run = RunDirectory(config, command, device)
         stack.callback(run.close)
         console.line(f"megarl: run directory {run.path}, device {device}")
         cluster = stack.enter_context(Cluster(config, device, run.logs, run.run_id, console.line))
-        cluster.start_servers()  # they import for half a minute: all at the same time
-        console.line(f"starting {config.roles.actor.world_size} actor ranks and {config.rollout.servers} rollout servers")
-        fleet = stack.enter_context(Fleet(config, cluster, inputs, console.line))
-        if config.placement == "colocated":
-            fleet.connect()  # a server takes its share of what is free at its start: the actor comes after it
-        actor = cluster.start_role("actor")
-        for what, how in actor.live_paths.items():
-            console.line(f"  {what + ':':18} {how}")
-        if config.debug.sync_checksum:
-            fleet.attach(actor)  # before anything is trained: it compares with the model folder
         skipped = SkippedUpdates(config.trainer.max_skipped_updates, run, console)
-        if inputs.warm_start:
-            warm_start(actor, inputs.warm_start, config, cluster, run, console, skipped)
-        if config.roles.reference.enabled:
-            actor.capture_reference()
-        actor.use_optimizer(config.roles.actor.optimizer)
-        fleet.attach(actor)
-        Trainer(config, inputs, run, console, actor, fleet, skipped).run_all()
+        trainer = SupervisedTrainer if config.algorithm.is_supervised else Trainer
+        trainer.start(stack, config, inputs, run, console, cluster, skipped).run_all()
         console.line(f"megarl: done; metrics, samples and checkpoints are in {run.path.resolve()}")
     return run.path
-
-
-class Inputs:
-    """Tokenizer and data, read and checked before anything is started."""
-
-    def __init__(self, config: Config):
-        shape = ModelShape.read(config.model.path)
-        self.context_length, self.vocab_size = shape.max_positions, shape.vocab_size
-        self.tokenizer = load_tokenizer(config.model.path)
-        self.prompts = load_prompts(config.data.train, config.data, self.tokenizer, self.context_length)
-        check_enough(self.prompts, config.algorithm.prompts_per_step, config.data.train)
-        self.validation: list[Prompt] = []
-        if config.data.validation:
-            prompts = load_prompts(config.data.validation, config.data, self.tokenizer, self.context_length)
-            self.validation = prompts[: config.trainer.evaluate_prompts]
-        self.warm_start: list[Sample] = []
-        if config.warm_start.data:
-            self.warm_start = load_warm_start(config.warm_start.data, config.data, self.tokenizer, self.context_length)
 
 
 class Trainer:
@@ -98,6 +64,8 @@ class Trainer:
         run: RunDirectory,
         console: Console,
         actor: RoleGroup,
+        critic: RoleGroup | None,
+        teacher: Teacher | None,
         fleet: Fleet,
         skipped: SkippedUpdates,
     ):
@@ -106,23 +74,50 @@ class Trainer:
         self.run = run
         self.console = console
         self.actor = actor
+        self.critic = critic
+        self.teacher = teacher
         self.fleet = fleet
         self.skipped = skipped
-        self.prompts = PromptStream(inputs.prompts, config.seed)
-        self.reward = REWARDS[config.algorithm.reward]
-        self.loss = partial(
-            policy_loss,
-            clip_low=config.algorithm.clip_low,
-            clip_high=config.algorithm.clip_high,
-            loss_aggregation=config.algorithm.loss_aggregation,
-            kl_coefficient=config.algorithm.kl_coefficient,
-            entropy_coefficient=config.algorithm.entropy_coefficient,
-            kind=config.algorithm.policy_loss,
-            dual_clip=config.algorithm.dual_clip,
-            kl_estimator=config.algorithm.kl_estimator,
-            kl_importance_weighted=config.algorithm.kl_importance_weighted,
-            aggregation_length=config.algorithm.aggregation_length or config.rollout.sampling.max_new_tokens,
-        )
+        self.collector = Collector(config, inputs, fleet)
+        self.updater = Updater(config, actor, critic, console, skipped)
+        algorithm = config.algorithm
+        self.kl = KLController(algorithm.kl_coefficient, algorithm.kl_target, algorithm.kl_horizon)
+
+    @classmethod
+    def start(
+        cls,
+        stack: ExitStack,
+        config: Config,
+        inputs: Inputs,
+        run: RunDirectory,
+        console: Console,
+        cluster: Cluster,
+        skipped: SkippedUpdates,
+    ) -> "Trainer":
+        """Start servers and roles, warm start included; what has to be closed goes to `stack`."""
+        cluster.start_servers()  # they import for half a minute: all at the same time
+        console.line(f"starting {config.roles.actor.world_size} actor ranks and {config.rollout.servers} rollout servers")
+        fleet = stack.enter_context(Fleet(config, cluster, inputs, console.line))
+        if config.placement == "colocated":
+            fleet.connect()  # a server takes its share of what is free at its start: the actor comes after it
+        actor = cluster.start_role("actor")
+        critic = cluster.start_role("critic") if config.roles.critic else None
+        for what, how in actor.live_paths.items():
+            console.line(f"  {what + ':':18} {how}")
+        if config.debug.sync_checksum:
+            fleet.attach(actor)  # before anything is trained: it compares with the model folder
+        if inputs.warm_start:
+            warm_start(actor, inputs.warm_start, config, cluster, run, console, skipped)
+        if config.roles.reference.enabled:
+            actor.capture_reference(config.roles.reference.ema_decay)
+        actor.use_optimizer(config.roles.actor.optimizer)
+        if critic:
+            critic.use_optimizer(config.roles.critic.optimizer)
+        fleet.attach(actor)
+        teacher = stack.enter_context(Teacher(config, cluster)) if config.roles.teacher else None
+        if teacher:
+            teacher.connect()
+        return cls(config, inputs, run, console, actor, critic, teacher, fleet, skipped)
 
     def run_all(self) -> None:
         steps = self.config.trainer.steps
@@ -130,54 +125,48 @@ class Trainer:
         self.evaluate(step=0)
         self.console.begin("steps", steps)
         for step in range(1, steps + 1):
-            with self.saving_on_interrupt(step):
+            with saving_on_interrupt(self.config.trainer, step, self.console, self.interrupted):
                 metrics = self.step(step)
                 self.run.log_metrics(metrics)
                 self.console.step(metrics, steps)
                 if step == 1:
                     self.console.memory(metrics)
-                if self.is_due(step, self.config.trainer.evaluate_every):
+                if self.config.trainer.is_due(step, self.config.trainer.evaluate_every):
                     self.evaluate(step)
 
     def step(self, step: int) -> dict[str, float]:
         """One iteration: samples of policy version `step - 1`, an update, and the push of version `step`."""
-        algorithm, temperature = self.config.algorithm, self.config.rollout.sampling.temperature
-        times: dict[str, float] = {}
+        algorithm, times = self.config.algorithm, {}
         start = time.perf_counter()
         self.place("generate", times)
-        with timed(times, "generate"):
-            samples = self.generate(self.prompts.next(algorithm.prompts_per_step), version=step - 1)
+        samples, generated, metrics = self.collector.next(step, times)
+        self.run.log_samples(step, generated[: self.config.trainer.num_logged_samples])
         memory = self.memory("generate")
-        with timed(times, "reward"):
-            score(samples, self.reward)
-            if self.config.debug.shuffle_rewards:
-                shuffle_rewards(samples, self.config.seed, step)
         self.place("score", times)
         with timed(times, "logprob"):
-            entropies = self.score_logprobs(samples, temperature)
+            entropies = self.score(samples)
         memory |= self.memory("score")
-        ADVANTAGES[algorithm.name](samples, **keywords_of(ADVANTAGES[algorithm.name], algorithm))
-        metrics = sample_metrics(samples, algorithm.group_size)
-        if broken := nonfinite_logprobs(samples):
-            self.skipped.add(f"step_{step:06d}", samples, f"{broken} log-probs of its samples are not finite")
+        if broken := nonfinite_fields(samples):
+            self.skipped.add(f"step_{step:06d}", samples, f"{broken} log-probs or values of its samples are not finite")
         else:
-            metrics |= logprob_metrics(samples, entropies) | self.correct(samples)
-            self.check_agreement(metrics["rollout/logprob_diff_mean"])
+            metrics |= policy_metrics(samples, entropies) | self.agreement(samples, version=step - 1)
+            metrics |= prepare(samples, self.config, self.kl.coefficient)
             self.place("update", times)
             with timed(times, "update"):
-                metrics |= self.update(samples, step, temperature)
+                metrics |= self.updater.run(samples, step, self.kl.coefficient if algorithm.kl_in == "loss" else 0.0)
             memory |= self.memory("update")
-        if self.is_due(step, self.config.trainer.save_every):
+            metrics |= self.adapt_kl(step, metrics, len(samples))
+        if self.config.trainer.is_due(step, self.config.trainer.save_every):
             with timed(times, "save"):  # now: a push may send the weights to host memory
                 self.save(f"step_{step:06d}")
         self.place("score", times)
+        self.refresh_reference(step, times)
         with timed(times, "sync"):
             metrics |= self.fleet.push(version=step)
         metrics["skipped_updates"] = self.skipped.count
         metrics["rollout/restarts"] = self.fleet.restarts
         times["step"] = time.perf_counter() - start
-        self.run.log_samples(step, samples[: self.config.trainer.num_logged_samples])
-        num_tokens = sum(len(sample.token_ids) for sample in samples)
+        num_tokens = sum(len(sample.token_ids) for sample in generated)
         return {
             "step": step,
             **metrics,
@@ -187,14 +176,16 @@ class Trainer:
         }
 
     def place(self, phase: Phase, times: dict[str, float]) -> None:
-        """Hold on the actor's GPUs what `phase` needs, and in host memory the rest, as far as the config says; servers that
-        share them leave first. A push gives the GPUs back to those."""
-        if not self.shares_memory:
-            return
-        with timed(times, "offload"):
-            if phase != "generate":
-                self.fleet.make_room()
-            self.actor.place(phase)
+        """Hold on the GPUs of actor and critic what `phase` needs, and in host memory the rest, as far as the config says;
+        servers that share the actor's leave first. A push gives the GPUs back to those."""
+        if self.shares_memory:
+            with timed(times, "offload"):
+                if phase != "generate":
+                    self.fleet.make_room()
+                self.actor.place(phase)
+        if self.critic and self.config.roles.critic.offload not in (None, "none"):
+            with timed(times, "offload"):
+                self.critic.place(phase)
 
     @property
     def shares_memory(self) -> bool:
@@ -206,70 +197,39 @@ class Trainer:
             return {}
         return {f"memory/{phase}_gpu_gb": used / 1e9}
 
-    def generate(self, prompts: list[Prompt], version: int) -> list[Sample]:
-        samples = self.fleet.generate(prompts, self.config.algorithm.group_size, self.inputs.tokenizer)
-        stale = {sample.policy_version for sample in samples} - {(version, version)}
-        if stale:
-            raise RunError(f"samples of policy versions {sorted(stale)} where all should be of version {version}")
-        return samples
-
-    def score_logprobs(self, samples: list[Sample], temperature: float):
-        """Fill old_logprobs and, with a reference, ref_logprobs; returns each sample's entropies."""
-        scored = self.actor.logprobs(samples, temperature)
-        for sample, (logprobs, _) in zip(samples, scored):
-            sample.old_logprobs = logprobs
+    def score(self, samples: list[Sample]) -> list[torch.Tensor] | None:
+        """Fill old_logprobs, and where there is a reference, a critic or a teacher, what they say; returns each sample's
+        entropies, if the actor scored them. Roles work at the same time."""
+        temperature = self.config.rollout.sampling.temperature
+        wait_values = self.critic.start_values(samples) if self.critic else None
+        wait_teacher = self.teacher.start_score(samples) if self.teacher else None
+        entropies = None
+        if self.config.algorithm.old_logprobs == "recompute":
+            scored = self.actor.logprobs(samples, temperature)
+            entropies = [entropy for _, entropy in scored]
+        for i, sample in enumerate(samples):
+            sample.old_logprobs = sample.rollout_logprobs if entropies is None else scored[i][0]
         if self.config.roles.reference.enabled:
             for sample, (logprobs, _) in zip(samples, self.actor.logprobs(samples, temperature, reference=True)):
                 sample.ref_logprobs = logprobs
-        return [entropy for _, entropy in scored]
+        if wait_values:
+            for sample, values in zip(samples, wait_values()):
+                sample.values = values
+        if wait_teacher:
+            wait_teacher()
+        return entropies
 
-    def correct(self, samples: list[Sample]) -> dict[str, float]:
-        """Fill .weights as algorithm.off_policy says; metrics of it."""
-        settings = self.config.algorithm.off_policy
-        if settings is None:
+    def agreement(self, samples: list[Sample], version: int) -> dict[str, float]:
+        """Trainer against server. Samples of the present version are scored by the weights that generated them: there they
+        must agree. Nothing where the trainer does not score."""
+        if self.config.algorithm.old_logprobs == "rollout":
             return {}
-        weights, metrics = correction(samples, settings.kind, settings.low, settings.high, settings.veto)
-        for sample, weights_L in zip(samples, weights):
-            sample.weights = weights_L
-        return {f"off_policy/{name}": value for name, value in metrics.items()}
-
-    def update(self, samples: list[Sample], step: int, temperature: float) -> dict[str, float]:
-        """All optimizer steps of an iteration. A mini-batch with neither an advantage nor a KL or entropy term has nothing
-        to teach: for it the weights and the optimizer's state stay as they are, weight decay and momentum included."""
-        algorithm = self.config.algorithm
-        size = algorithm.mini_batch_size or len(samples)
-        order = list(samples)
-        random.Random(f"{self.config.seed} {samples[0].policy_version}").shuffle(order)
-        mini_batches = [order[i : i + size] for i in range(0, len(order), size)]
-        if algorithm.kl_coefficient == algorithm.entropy_coefficient == 0:
-            mini_batches = [batch for batch in mini_batches if any(sample.advantages.any() for sample in batch)]
-        if not mini_batches:
-            self.console.line("warning: the rewards of every group are equal, so this step changes nothing")
-        rate = learning_rate(self.config.roles.actor.optimizer, step, self.config.trainer.steps)
-        results, num_tokens = [], 0
-        for mini_batch in mini_batches:
-            result = self.actor.train_step(mini_batch, self.loss, rate, temperature, algorithm.entropy_coefficient > 0)
-            if result["skipped"]:
-                self.skipped.add(f"step_{step:06d}", mini_batch, why_skipped(result))
-                continue
-            results.append(result)
-            num_tokens += sum(int(sample.loss_mask.sum()) for sample in mini_batch)
-        if mini_batches and not results:
-            return {"learning_rate": rate}
-
-        def mean(key: str, count: int) -> float:
-            return sum(result[key] for result in results) / max(count, 1)
-
-        return {
-            "loss/policy": mean("loss", len(results)),  # with the KL and entropy terms, if there are any
-            "grad_norm": mean("grad_norm", len(results)),
-            "learning_rate": rate,
-            "clip/ratio": mean("clipped", num_tokens),
-            "kl/old": mean("kl_old", num_tokens),
-        }
+        fresh = [sample for sample in samples if sample.policy_version == (version, version)]
+        metrics = agreement_metrics(fresh)
+        self.check_agreement(metrics["rollout/logprob_diff_mean"])
+        return metrics
 
     def check_agreement(self, difference: float) -> None:
-        """The samples are scored by the weights that generated them: trainer and server must agree."""
         limit = self.config.rollout.logprob_diff_limit or LOGPROB_DIFF_LIMIT[self.config.model.dtype]
         if not difference <= limit:
             raise RunError(
@@ -277,54 +237,43 @@ class Trainer:
                 f"trainer and server do not hold the same weights, or do not compute the same model"
             )
 
+    def adapt_kl(self, step: int, metrics: dict[str, float], num_samples: int) -> dict[str, float]:
+        """Let the coefficient follow what the KL was; the coefficient that this step had."""
+        algorithm = self.config.algorithm
+        if algorithm.kl_coefficient == 0:
+            return {}
+        used = self.kl.coefficient
+        if step > algorithm.critic_warmup_steps:
+            self.kl.update(metrics["kl/ref"], num_samples)
+        return {"kl/coefficient": used}
+
+    def refresh_reference(self, step: int, times: dict[str, float]) -> None:
+        settings = self.config.roles.reference
+        if settings.refresh_every and step % settings.refresh_every == 0:
+            with timed(times, "reference"):
+                self.actor.capture_reference(settings.ema_decay)
+
     def evaluate(self, step: int) -> None:
         """Mean reward of greedy responses to the held-out prompts."""
-        if not self.inputs.validation:
+        reward = self.config.algorithm.reward
+        if not self.inputs.validation or reward is None:
             return
         self.place("generate", {})
         samples = self.fleet.generate(self.inputs.validation, 1, self.inputs.tokenizer, temperature=0.0)
-        score(samples, self.reward)
+        score_by_name(samples, reward)
         mean = sum(sample.reward for sample in samples) / len(samples)
         self.run.log_metrics({"step": step, "validation/reward_mean": mean, "validation/num_prompts": len(samples)})
         self.console.line(f"validation after step {step}: mean reward {mean:.3f} on {len(samples)} held-out prompts")
 
-    def is_due(self, step: int, every: int) -> bool:
-        return step == self.config.trainer.steps or (every > 0 and step % every == 0)
-
     def save(self, name: str) -> None:
-        self.actor.place("score")
+        """The actor's checkpoint, and in it the critic's."""
         folder = self.run.checkpoint(name)
-        self.actor.save(str(folder.resolve()))
+        for role, place in ((self.actor, folder), (self.critic, folder / "critic")):
+            if role:
+                role.place("score")
+                role.save(str(place.resolve()))
         self.console.line(f"checkpoint {folder}")
 
-    @contextmanager
-    def saving_on_interrupt(self, step: int):
-        """After Ctrl-C or SIGTERM the weights as they are, if the config says so; a second one ends that too."""
-        try:
-            yield
-        except KeyboardInterrupt:
-            if self.config.trainer.save_on_interrupt:
-                self.console.line(f"interrupted in step {step}: saving; once more to end at once")
-                self.fleet.stop()  # whatever they were in the middle of
-                self.save(f"interrupted_{step:06d}")
-            raise
-
-
-def keywords_of(function: Callable, algorithm: AlgorithmConfig) -> dict[str, Any]:
-    """The config keys that are parameters of `function`."""
-    return {name: getattr(algorithm, name) for name in inspect.signature(function).parameters if hasattr(algorithm, name)}
-
-
-def shuffle_rewards(samples: list[Sample], seed: int, step: int) -> None:
-    rewards = [sample.reward for sample in samples]
-    random.Random(f"{seed} {step}").shuffle(rewards)
-    for sample, reward in zip(samples, rewards):
-        sample.reward = reward
-
-
-@contextmanager
-def timed(times: dict[str, float], name: str):
-    """Adds to `times[name]`."""
-    start = time.perf_counter()
-    yield
-    times[name] = times.get(name, 0.0) + time.perf_counter() - start
+    def interrupted(self, name: str) -> None:
+        self.fleet.stop()  # whatever they were in the middle of
+        self.save(name)

@@ -164,7 +164,7 @@ def test_hidden_gpus_make_auto_the_cpu_and_cuda_an_error(folder, monkeypatch):
 
 def test_a_key_that_the_chosen_parts_do_not_read_is_refused(folder):
     line = only(refusal("algorithm.name=rloo", "algorithm.normalize_by_std=false"))
-    assert line.endswith("given False, but only algorithm.name: grpo reads it, and that is rloo")
+    assert line.endswith("given False, but only algorithm.advantage: grpo reads it, and that is rloo")
     assert "only algorithm.policy_loss: dual_clip reads it" in only(refusal("algorithm.dual_clip=2.0"))
     assert "only algorithm.loss_aggregation: constant reads it" in only(refusal("algorithm.aggregation_length=100"))
     load("base.yaml", ["algorithm.loss_aggregation=constant", "algorithm.aggregation_length=100", "algorithm.name=dr_grpo"])

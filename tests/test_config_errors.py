@@ -16,7 +16,7 @@ def test_an_unknown_key_names_the_nearest_one_of_its_section(folder):
     ("override", "hint"),
     [
         ("rollout.temprature=0.7", "rollout.sampling.temperature"),
-        ("algorithm.kl=0.1", "algorithm.kl_coefficient or algorithm.kl_estimator or algorithm.kl_importance_weighted"),
+        ("algorithm.kl=0.1", "algorithm.kl_coefficient or algorithm.kl_in or algorithm.kl_estimator or algorithm.kl_importance_weighted or algorithm.kl_target or algorithm.kl_horizon"),
         ("roles.actor.lr_rate=1e-6", "roles.actor.optimizer.learning_rate"),
         ("roles.actor.optimizer.lr=1e-6", "roles.actor.optimizer.learning_rate"),
         ("roles.actor.tp=2", "roles.actor.tensor_parallel"),

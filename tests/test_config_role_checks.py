@@ -158,4 +158,4 @@ def test_context_parallel_needs_transformer_engine_on_a_gpu_too(folder):
 def test_roles_have_layouts_of_their_own_and_each_is_checked(folder):
     lines = refusal("roles.critic.tensor_parallel=4", "roles.critic.gpus_per_node=4", *actor(gpus_per_node=2))
     assert len(lines) == 2 and "roles.critic.tensor_parallel=4: given 4" in lines[0]
-    assert "roles.critic: given, but algorithm.name: grpo trains no critic" in lines[1]
+    assert "roles.critic: given, but algorithm.advantage: grpo trains no critic" in lines[1]

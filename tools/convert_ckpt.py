@@ -2,6 +2,9 @@
 """Convert a checkpoint of a run to a Hugging Face folder.
 
     tools/convert_ckpt.py --to-hf RUN_OR_CKPT OUT [--max-shard-size 5GB]
+
+A reward model or critic becomes a sequence classifier: AutoModelForSequenceClassification of transformers gives its scores
+where the role has value_head_bias: false; its class has no bias.
 """
 
 import argparse
@@ -23,11 +26,10 @@ def main() -> int:
     parser.add_argument("--max-shard-size", default="5GB", help="of one safetensors file")
     options = parser.parse_args()
     try:
-        source = export_hf(*options.to_hf, options.max_shard_size)
+        print(export_hf(*options.to_hf, options.max_shard_size))
     except ConfigError as error:
         print(f"convert_ckpt: error: {error}", file=sys.stderr)
         return 2
-    print(f"wrote {options.to_hf[1]} from {source}")
     return 0
 
 

@@ -1,9 +1,10 @@
-"""Algorithms as pure functions of samples and batches, by name. A new estimator is a function, a line here and its name in
-`AlgorithmConfig`."""
+"""Algorithms as pure functions of samples and batches, by name. A new estimator is a function, a line here and its name
+in `AlgorithmConfig`."""
 
 from collections.abc import Callable
 
 from megarl.algorithms.advantages import (
+    distillation,
     dr_grpo,
     gdpo,
     grpo,
@@ -23,4 +24,5 @@ ADVANTAGES: dict[str, Callable] = {
     "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
     "gdpo": gdpo,
     "gae": gae,
+    "distillation": distillation,
 }

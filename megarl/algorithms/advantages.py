@@ -35,7 +35,8 @@ def dr_grpo(samples: list[Sample]) -> None:
 def rloo(samples: list[Sample]) -> None:
     """A_i = r_i - mean of the rewards of the group's other samples.
 
-    The leave-one-out baseline of REINFORCE, as in Ahmadian et al. (arXiv:2402.14740). KL is not in the reward here.
+    The leave-one-out baseline of REINFORCE, as in Ahmadian et al. (arXiv:2402.14740), section 2.3, whose reward has its
+    KL penalty taken off before: `shaping.subtract_penalties`.
     """
     for group in _groups(samples):
         differences_G = _differences(group)
@@ -77,26 +78,26 @@ def reinforce_plus_plus_baseline(samples: list[Sample]) -> None:
     """A_i = a_i / std(a) with a_i = r_i - mean(r) over the group and std(a) over all samples of the batch.
 
     REINFORCE++ with baseline (arXiv:2501.03262, version 9), equations 6 and 7. The batch's statistics are taken over
-    responses: their mean is then 0 by construction, so groups of equal rewards keep advantage 0. Over tokens it would
-    not be, and such groups would be pushed by the lengths of others.
+    responses (appendix B.2): their mean is then 0 by construction, so groups of equal rewards keep advantage 0. Over
+    tokens it would not be, and such groups would be pushed by the lengths of others.
     """
     groups = _groups(samples)
     centered = [a for group in groups for a in _group_advantages([s.reward for s in group], normalize_by_std=False)]
     _fill([sample for group in groups for sample in group], _divided_by_std(centered))
 
 
-def gdpo(samples: list[Sample], weights: dict[str, float] | None = None) -> None:
+def gdpo(samples: list[Sample], reward_weights: dict[str, float] | None = None) -> None:
     """A_i = s_i / std(s) over all samples of the batch, with s_i = sum over the reward parts k of
-    weights[k] * (r_ik - mean(r_k)) / std(r_k), mean and std of part k over the group.
+    reward_weights[k] * (r_ik - mean(r_k)) / std(r_k), mean and std of part k over the group.
 
-    GDPO (arXiv:2601.05242), equations 4 to 6. The batch's mean is 0 by construction. `weights` are 1 if not given.
+    GDPO (arXiv:2601.05242), equations 4 to 7. The batch's mean is 0 by construction. Weights are 1 if not given.
     `.reward` is not used. RunError: samples of a group differ in their parts, or a part is not finite or has no weight.
     """
     groups = _groups(samples)
     summed: list[float] = []
     total_weight = 0.0
     for group in groups:
-        weights_K = _part_weights(group, weights)
+        weights_K = _part_weights(group, reward_weights)
         total_weight = max(total_weight, sum(abs(weight) for weight in weights_K.values()))
         sums_G = torch.zeros(len(group), dtype=torch.float64)
         for name, weight in weights_K.items():
@@ -105,6 +106,19 @@ def gdpo(samples: list[Sample], weights: dict[str, float] | None = None) -> None
         summed += sums_G.tolist()
     summed = [0.0 if abs(s) <= GDPO_RESIDUE * total_weight else s for s in summed]  # std would blow a residue up to 1
     _fill([sample for group in groups for sample in group], _divided_by_std(summed))
+
+
+def distillation(samples: list[Sample]) -> None:
+    """A_t = teacher_logprobs_t - old_logprobs_t at each trained token. Rewards are not used.
+
+    On-policy distillation: a policy gradient that lowers KL(policy || teacher), estimated at the token that the policy
+    sampled, where with a discount of 0 no token answers for what follows it. Thinking Machines,
+    https://thinkingmachines.ai/blog/on-policy-distillation. MiniLLM (arXiv:2306.08543) counts the later tokens too; GKD
+    (arXiv:2306.13649) takes the divergence over the whole vocabulary.
+    """
+    for sample in samples:
+        differences_L = sample.require("teacher_logprobs") - sample.require("old_logprobs")
+        sample.advantages = torch.where(sample.loss_mask, differences_L, 0.0)
 
 
 def _part_weights(group: list[Sample], weights: dict[str, float] | None) -> dict[str, float]:

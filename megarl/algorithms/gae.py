@@ -24,7 +24,7 @@ def gae(
     nor `values` are looked at where loss_mask is False.
 
     lambda is `lam`, or with `length_adaptive_alpha` 1 - 1 / (alpha * l) for l trained tokens: VAPO (arXiv:2504.05118),
-    section 4.2, whose alpha is 0.05; it is 0 for l <= 1 / alpha, where the formula would be negative.
+    equation 5, whose alpha is 0.05; it is 0 for l <= 1 / alpha, where the formula would be negative.
     returns_t = values_t + A_t, with `returns_lam` in place of lambda if that is given: VAPO's decoupled GAE
     (section 4.1) has 1 there, which makes them sums of rewards without the critic's own bias.
     """

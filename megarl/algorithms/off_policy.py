@@ -30,9 +30,9 @@ def correction(
       Yao et al., https://fengyao.notion.site/off-policy-rl; of sequences: Liu et al., "When Speed Kills Stability",
       https://richardli.xyz/rl-collapse.
     - token_mis, sequence_mis: the ratio, 0 outside [low, high]. Masked importance sampling: Liu et al.
-    - icepop: token_mis by the name of its two-sided band, M(k; low, high) of Ring-1T (arXiv:2510.18855).
-    - geometric: 1 where the geometric mean of a sequence's ratios lies in [low, high], else 0: rejection alone. Liu
-      et al.
+    - icepop: token_mis by the name of its two-sided band, M(k; low, high) of Ring-1T (arXiv:2510.18855), equation 2.
+    - geometric: 1 where the geometric mean of a sequence's ratios lies in [low, high], else 0: rejection alone. Li and
+      Liu, part 3 of the same series, https://richardli.xyz/post/rl-collapse-part3.
     `veto`: a sequence with a trained token of a ratio below it gets 0 throughout, whatever the kind.
 
     log ratios are clamped to +-20. A NaN among the log-probs stays one in the weights: a loss that is no number stops

@@ -40,7 +40,7 @@ def dual_clip(logprobs, old_logprobs, advantages, batch: Batch, limits: Limits) 
     """PPO's, but where A < 0 the objective is at least c A, c = dual_clip > 1: a token grown much likelier than when it
     was sampled cannot dominate the step. Clipped: tokens whose gradient ends.
 
-    Ye et al. (arXiv:1912.09729), "Dual-clip PPO": max(min(r A, clip(r) A), c A) for A < 0.
+    Ye et al. (arXiv:1912.09729), equation 5: max(min(r A, clip(r) A), c A) for A < 0.
     """
     assert limits.dual_clip > 1, f"dual_clip {limits.dual_clip}: must be greater than 1"
     losses_T, clipped_T = ppo(logprobs, old_logprobs, advantages, batch, limits)
@@ -67,7 +67,8 @@ def cispo(logprobs, old_logprobs, advantages, batch: Batch, limits: Limits) -> T
     """-sg[clip(r, 1 - clip_low, 1 + clip_high)] A log p: the clip bounds a token's weight and never ends its gradient.
     Clipped: tokens whose weight the clip changed.
 
-    CISPO, MiniMax-M1 (arXiv:2506.13585) equations 4 and 5, which leaves the lower side open: clip_low = 1.
+    CISPO, MiniMax-M1 (arXiv:2506.13585) equations 4 and 5, which leaves the lower side open: clip_low = 1. It does not
+    give its clip_high; ScaleRL (arXiv:2510.13786), appendix A.18, finds weights of up to 4, 5 and 8 equally good.
     """
     ratio_T = _ratio((logprobs - old_logprobs).detach())
     weights_T = torch.clamp(ratio_T, 1 - limits.clip_low, 1 + limits.clip_high)
@@ -78,7 +79,7 @@ def sapo(logprobs, old_logprobs, advantages, batch: Batch, limits: Limits) -> Te
     """-sigmoid(tau (r - 1)) * 4 / tau * A, tau = tau_positive where A > 0 and tau_negative elsewhere: the gradient is
     that of -r A at r = 1 and fades on both sides. Clipped: none, as there is no clip.
 
-    SAPO, Soft Adaptive Policy Optimization (arXiv:2511.20347), the gate f of its objective.
+    SAPO, Soft Adaptive Policy Optimization (arXiv:2511.20347) equations 5 and 6.
     """
     ratio_T = _ratio(logprobs - old_logprobs)
     tau_T = torch.where(advantages > 0, limits.tau_positive, limits.tau_negative)

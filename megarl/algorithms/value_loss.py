@@ -17,9 +17,9 @@ def value_loss(
     and V_old = batch.values; 0.5 * (V - R)^2 without `clip`.
 
     PPO (arXiv:1707.06347) equation 9's L^VF; 0.5 and the clip are from its authors' code, Engstrom et al.
-    (arXiv:2005.12729), section 3, "Value function clipping". `values`: [T] float32, aligned with batch.token_ids; what
-    it holds where loss_mask is False is never looked at. Metrics, as sums over trained tokens: `value_clipped`, tokens
-    whose gradient the clip stopped; `value_error`, (V - R)^2; `value`, V.
+    (arXiv:2005.12729), "Value function clipping". `values`: [T] float32, aligned with batch.token_ids; what it holds
+    where loss_mask is False is never looked at. Metrics, as sums over trained tokens: `value_clipped`, tokens whose
+    gradient the clip stopped; `value_error`, (V - R)^2; `value`, V.
     """
     assert batch.returns is not None, "the batch has no returns"
     assert clip is None or batch.values is not None, "a clip without the old values of the batch"

@@ -6,6 +6,7 @@ import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import ray
 from ray.job_config import JobConfig
@@ -20,7 +21,7 @@ from megarl.cluster.role import RoleGroup
 from megarl.cluster.run_tag import RunTag, new_run_id
 from megarl.cluster.waiting import raise_failed, wait_all
 from megarl.cluster.workers import EngineWorker, ServerWorker
-from megarl.config import Config
+from megarl.config import Config, CriticConfig, ModelConfig
 from megarl.errors import RunError
 
 OBJECT_STORE_BYTES = 2**30  # samples pass through it, weights never do
@@ -46,6 +47,7 @@ class Cluster:
         self.log_directory = log_directory.resolve()
         self._on_exit = contextlib.ExitStack()
         self._servers: dict[str, ray.actor.ActorHandle] = {}
+        self._ready: dict[str, ray.ObjectRef] = {}  # by server: its URL
         self._roles: dict[str, RoleGroup] = {}
 
     def __enter__(self) -> "Cluster":
@@ -67,45 +69,57 @@ class Cluster:
                 raise RunError("\n".join([str(error), *deaths])) from error
 
     def start_servers(self) -> None:
-        """Start all rollout servers and return at once; `wait_servers` waits for them, `check_servers` does not."""
-        rollout, model = self.config.rollout, self.config.model
-        shared_gpus = self._actor_gpus() if self._colocated and self.device == "cuda" else None
-        for index in range(rollout.servers):
-            first_rank = index * rollout.tensor_parallel
-            if self._colocated:  # the rank has the bundle's GPU, and both use it
-                group, bundle, gpus = self._role_groups("actor")[0], first_rank, 0
-                cpus = placement.colocated_cpus(self.config)
-            else:
-                group, bundle, gpus = self._role_groups(placement.SERVER)[index], 0, rollout.tensor_parallel
-                cpus = rollout.cpus_per_server
-            # Ray would SIGKILL a dying worker's children; ours must live to end the server (rollout/launch.py).
-            keep_children = {"RAY_kill_child_processes_on_worker_exit": "false"}
-            name = f"{placement.SERVER}/{index}"
-            options = self._in_bundle(name, group, bundle, cpus, gpus, keep_children)
-            # The second thread is for `stop`, which must not queue behind `wait_ready`.
-            server = ray.remote(ServerWorker).options(**options, max_concurrency=2).remote(
-                log_path=self._server_log(index),
-                model_path=str(Path(model.path).resolve()),
-                dtype=model.dtype,
-                device=self.device,
-                tensor_parallel=rollout.tensor_parallel,
-                port=rollout.ports[index] if rollout.ports else None,
-                server_args={"random_seed": self.config.seed + index} | rollout.server_args,
-                start_timeout_s=rollout.start_timeout_s,
-                this_machine_only=self.config.cluster.ray_address is None,
-                shared_gpus=shared_gpus,
-                first_gpu=first_rank,
-            )
-            self._servers[f"rollout server {index}"] = server
+        """Start the servers of all sections and return at once; `wait_servers` and `wait_teachers` wait for them,
+        `check_servers` does not."""
+        for section, servers in self.config.servers.items():
+            for index in range(servers.servers):
+                self._servers[f"{placement.SERVERS[section]} {index}"] = self._server(section, index)
         self._ready = {name: server.start.remote() for name, server in self._servers.items()}
 
+    def _server(self, section: str, index: int) -> ray.actor.ActorHandle:
+        kind, servers = placement.SERVERS[section], self.config.servers[section]
+        model = self._model("actor" if section == "rollout" else "teacher")
+        first_rank, shared_gpus = index * servers.tensor_parallel, None
+        if section == "rollout" and self._colocated:  # the rank has the bundle's GPU, and both use it
+            group, bundle, gpus = self._role_groups("actor")[0], first_rank, 0
+            cpus = placement.colocated_cpus(self.config)
+            shared_gpus = self._actor_gpus() if self.device == "cuda" else None
+        else:
+            group, bundle, gpus = self._role_groups(kind)[index], 0, servers.tensor_parallel
+            cpus = servers.cpus_per_server
+        # Ray would SIGKILL a dying worker's children; ours must live to end the server (rollout/launch.py).
+        keep_children = {"RAY_kill_child_processes_on_worker_exit": "false"}
+        options = self._in_bundle(f"{kind}/{index}", group, bundle, cpus, gpus, keep_children)
+        # The second thread is for `stop`, which must not queue behind `wait_ready`.
+        return ray.remote(ServerWorker).options(**options, max_concurrency=2).remote(
+            log_path=self._server_log(f"{kind} {index}"),
+            model_path=model.path,
+            dtype=model.dtype,
+            device=self.device,
+            tensor_parallel=servers.tensor_parallel,
+            port=servers.ports[index] if servers.ports else None,
+            server_args={"random_seed": self.config.seed + index} | servers.server_args,
+            start_timeout_s=servers.start_timeout_s,
+            this_machine_only=self.config.cluster.ray_address is None,
+            shared_gpus=shared_gpus,
+            first_gpu=first_rank,
+        )
+
     def wait_servers(self) -> list[str]:
-        """The servers' URLs, once all of them generate. Raises RunError with the log's end of one that does not."""
-        return wait_all(self._ready, "starting", self.config.rollout.start_timeout_s + STOP_TIMEOUT_S)
+        """The rollout servers' URLs, once all of them generate; RunError with the log's end of one that does not."""
+        return self._wait_ready(placement.SERVER, self.config.rollout.start_timeout_s)
+
+    def wait_teachers(self) -> list[str]:
+        """The same of the teacher's servers."""
+        return self._wait_ready(placement.TEACHER, self.config.roles.teacher.start_timeout_s)
+
+    def _wait_ready(self, kind: str, start_timeout_s: float) -> list[str]:
+        ready = {name: url for name, url in self._ready.items() if name.startswith(kind)}
+        return wait_all(ready, "starting", start_timeout_s + STOP_TIMEOUT_S)
 
     def restart_server(self, index: int) -> ray.ObjectRef:
-        """Kill what is left of a server and start it anew; returns at once."""
-        return self._servers[f"rollout server {index}"].restart.remote()
+        """Kill what is left of a rollout server and start it anew; returns at once."""
+        return self._servers[f"{placement.SERVER} {index}"].restart.remote()
 
     def has_started(self, start: ray.ObjectRef) -> bool:
         """Whether a restarted server is ready, or has failed."""
@@ -113,7 +127,7 @@ class Cluster:
 
     def wait_server(self, index: int, start: ray.ObjectRef) -> str:
         """The URL of a restarted server. Raises RunError as `wait_servers` does."""
-        name, timeout_s = f"rollout server {index}", self.config.rollout.start_timeout_s + 2 * STOP_TIMEOUT_S
+        name, timeout_s = f"{placement.SERVER} {index}", self.config.rollout.start_timeout_s + 2 * STOP_TIMEOUT_S
         return wait_all({name: start}, "starting again", timeout_s)[0]
 
     def check_servers(self) -> None:
@@ -124,8 +138,8 @@ class Cluster:
         """How servers and ranks died, but for a server whose log `known` cites already."""
         reports = {name: server.death_report.remote() for name, server in self._servers.items()}
         deaths = []
-        for index, (name, report) in enumerate(reports.items()):
-            if self._server_log(index) in known:
+        for name, report in reports.items():
+            if self._server_log(name) in known:
                 continue
             try:
                 deaths += wait_all({name: report}, "asking how it died", STOP_TIMEOUT_S)
@@ -135,8 +149,9 @@ class Cluster:
             death for role in self._roles.values() for death in role.deaths()
         ]
 
-    def _server_log(self, index: int) -> str:
-        return str(self.log_directory / f"server-{index}.log")
+    def _server_log(self, name: str) -> str:
+        """server-0.log, teacher-server-0.log"""
+        return str(self.log_directory / f"{name.removeprefix('rollout ').replace(' ', '-')}.log")
 
     def stop_servers(self) -> None:
         """All at the same time: a server needs seconds to end."""
@@ -149,16 +164,26 @@ class Cluster:
         for server in self._servers.values():
             ray.kill(server)
 
-    def start_role(self, name: str) -> RoleGroup:
-        """All ranks of `actor` or `critic` with the model loaded."""
+    def start_role(self, name: str, head: Literal["lm", "value"] | None = None) -> RoleGroup:
+        """All ranks of `actor` or `critic` with the model loaded.
+
+        `head`: None is a critic's value head and an actor's logits. An actor with a value head is a reward model: its loss
+        sees differences of values only, so the head has no bias.
+        """
         role = self.config.roles.megatron[name]
         if self._colocated and name == "actor":
             role = role.model_copy(update={"offload": "all"})
-        model = self.config.model.model_copy(update={"path": str(Path(self.config.model.path).resolve())})
-        head = "value" if name == "critic" else "lm"
+        head = head or ("value" if name == "critic" else "lm")
+        if head == "value" and not isinstance(role, CriticConfig):
+            role = CriticConfig(**dict(role), value_head_bias=False)
         group = self._ranks(name)
-        group.start(model, role, head, self.config.seed, self.config.cluster.start_timeout_s)
+        group.start(self._model(name), role, head, self.config.seed, self.config.cluster.start_timeout_s)
         return group
+
+    def _model(self, role: str) -> ModelConfig:
+        """What `actor`, `critic` or `teacher` starts from, for a process with another working directory."""
+        model = self.config.model_of(role)
+        return model.model_copy(update={"path": str(Path(model.path).resolve())})
 
     def _ranks(self, name: str) -> RoleGroup:
         """The role's processes, made at the first call."""

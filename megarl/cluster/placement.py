@@ -12,7 +12,8 @@ from megarl.cluster.clean import remove_dead_groups
 from megarl.config import Config
 from megarl.errors import RunError
 
-SERVER = "rollout server"
+SERVER, TEACHER = "rollout server", "teacher server"
+SERVERS = {"rollout": SERVER, "roles.teacher": TEACHER}  # by section of the config
 PROGRESS_S = 5.0  # between lines while the cluster is full
 POLL_S = 0.5
 RESERVE_S = 10.0  # for Ray to make groups where there is room
@@ -42,17 +43,18 @@ class GroupRequest:
 def group_requests(config: Config, device: str) -> list[GroupRequest]:
     """The groups that a run needs, those of the Megatron roles first: one bundle per rank, one per server.
 
-    A colocated server has no group: it lives in the bundle of the actor's rank whose GPU is its first.
+    A colocated rollout server has no group: it lives in the bundle of the actor's rank whose GPU is its first.
     """
-    rollout, on_gpu, colocated = config.rollout, device == "cuda", config.placement == "colocated"
+    on_gpu, colocated = device == "cuda", config.placement == "colocated"
     requests = []
     for name, role in config.roles.megatron.items():
         cpus = role.rank_cpus(device) + (colocated_cpus(config) if colocated and name == "actor" else 0)
         requests += [GroupRequest(name, role.gpus_per_node, cpus, float(on_gpu))] * role.nodes
-    if colocated:
-        return requests
-    server_group = GroupRequest(SERVER, 1, rollout.cpus_per_server, float(rollout.tensor_parallel * on_gpu))
-    return requests + [server_group] * rollout.servers
+    for section, servers in config.servers.items():
+        if not (colocated and section == "rollout"):
+            group = GroupRequest(SERVERS[section], 1, servers.cpus_per_server, float(servers.tensor_parallel * on_gpu))
+            requests += [group] * servers.servers
+    return requests
 
 
 def colocated_cpus(config: Config) -> float:
@@ -102,21 +104,21 @@ def _choose(
         return not spans_nodes(request, requests), -request.total["GPU"], -request.total["CPU"]
 
     for index, request in sorted(enumerate(requests), key=hardest_first):
-        siblings = {chosen[i] for i in chosen if requests[i].role == request.role != SERVER}
+        siblings = {chosen[i] for i in chosen if requests[i].role == request.role and spans_nodes(request, requests)}
         fits = [n for n in left if n not in siblings and all(left[n].get(k, 0) + 1e-6 >= v for k, v in request.total.items())]
         if not fits:
             return chosen, request
         chosen[index] = pick(fits, key=lambda name: (left[name].get("GPU", 0), left[name].get("CPU", 0)))
         for key, value in request.total.items():
             left[chosen[index]][key] = left[chosen[index]].get(key, 0) - value
-    for role in {request.role for request in requests} - {SERVER}:
+    for role in {request.role for request in requests if spans_nodes(request, requests)}:
         places = [i for i, request in enumerate(requests) if request.role == role]
         chosen |= dict(zip(places, sorted(chosen[i] for i in places)))
     return chosen, None
 
 
 def spans_nodes(request: GroupRequest, requests: list[GroupRequest]) -> bool:
-    return request.role != SERVER and requests.count(request) > 1
+    return request.role not in SERVERS.values() and requests.count(request) > 1
 
 
 def placement_table(requests: list[GroupRequest], nodes: list[Node]) -> str:

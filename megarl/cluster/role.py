@@ -86,19 +86,35 @@ class RoleGroup:
     def use_optimizer(self, settings: OptimizerConfig) -> None:
         self._all("use_optimizer", settings)
 
-    def capture_reference(self) -> None:
-        self._all("capture_reference")
+    def capture_reference(self, ema_decay: float | None = None) -> None:
+        """`Engine.capture_reference` on all ranks."""
+        self._all("capture_reference", ema_decay)
 
     def train_step(
-        self, samples: list[Sample], loss, learning_rate: float, temperature: float = 1.0, entropy_gradient: bool = False
+        self,
+        samples: list[Sample],
+        loss,
+        learning_rate: float,
+        temperature: float = 1.0,
+        entropy_gradient: bool = False,
+        pairs: bool = False,
     ) -> dict[str, float]:
         """One optimizer step; what `Engine.train_step` returns, its sums over all replicas."""
-        results = self._all("train_step", ray.put(samples), loss, learning_rate, temperature, entropy_gradient)
-        sums: dict[str, float] = {}
-        for result in results:
-            for key, value in result.items():
-                sums[key] = sums.get(key, 0.0) + value
-        return sums | {key: results[0][key] for key in ("grad_norm", "skipped")}
+        return self.start_train_step(samples, loss, learning_rate, temperature, entropy_gradient, pairs)()
+
+    def start_train_step(self, samples: list[Sample], *arguments) -> Callable[[], dict[str, float]]:
+        """The same, behind what the ranks do now; the returned function waits for it."""
+        refs = self._refs("train_step", ray.put(samples), *arguments)
+
+        def wait() -> dict[str, float]:
+            results = wait_all(refs, "train_step", self.call_timeout_s, CALL_KEY)
+            return _sums(results) | {key: results[0][key] for key in ("grad_norm", "skipped")}
+
+        return wait
+
+    def evaluate(self, samples: list[Sample], loss, temperature: float = 1.0, pairs: bool = False) -> dict[str, float]:
+        """The sums of `Engine.evaluate` over all replicas."""
+        return _sums(self._all("evaluate", ray.put(samples), loss, temperature, pairs))
 
     def logprobs(
         self, samples: list[Sample], temperature: float, reference: bool = False
@@ -118,7 +134,16 @@ class RoleGroup:
 
     def values(self, samples: list[Sample]) -> list[torch.Tensor]:
         """The critic's values of each sample, [L] float32."""
-        return [torch.tensor(values) for values in _by_sample(self._all("values", ray.put(samples)))]
+        return self.start_values(samples)()
+
+    def start_values(self, samples: list[Sample]) -> Callable[[], list[torch.Tensor]]:
+        """The same, behind what the ranks do now; the returned function waits for it."""
+        refs = self._refs("values", ray.put(samples))
+
+        def wait() -> list[torch.Tensor]:
+            return [torch.tensor(values) for values in _by_sample(wait_all(refs, "values", self.call_timeout_s, CALL_KEY))]
+
+        return wait
 
     def place(self, phase: Phase) -> None:
         """`Engine.place` on all ranks."""
@@ -166,6 +191,14 @@ class RoleGroup:
 
     def _all(self, method: str, *arguments) -> list:
         return wait_all(self._refs(method, *arguments), method, self.call_timeout_s, CALL_KEY)
+
+
+def _sums(results: list[dict[str, float]]) -> dict[str, float]:
+    sums: dict[str, float] = {}
+    for result in results:
+        for key, value in result.items():
+            sums[key] = sums.get(key, 0.0) + value
+    return sums
 
 
 def _by_sample(results: list[dict[int, object]]) -> list:

@@ -70,11 +70,14 @@ class EngineWorker:
     def use_optimizer(self, settings) -> None:
         self.engine.use_optimizer(settings)
 
-    def capture_reference(self) -> None:
-        self.engine.capture_reference()
+    def capture_reference(self, ema_decay: float | None) -> None:
+        self.engine.capture_reference(ema_decay)
 
     def train_step(self, samples: list, loss, *arguments) -> dict[str, float]:
         return self.engine.train_step(samples, loss, *arguments)
+
+    def evaluate(self, samples: list, loss, *arguments) -> dict[str, float]:
+        return self.engine.evaluate(samples, loss, *arguments)
 
     def logprobs(self, samples: list, temperature: float, reference: bool) -> dict:
         """`Engine.logprobs` as numpy arrays: a pickled tensor would carry the storage of its whole micro-batch."""

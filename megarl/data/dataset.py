@@ -1,11 +1,11 @@
-"""JSONL rows to prompts and warm-start samples, and the order in which a run sees them."""
+"""JSONL rows to prompts and to samples for supervised training, and the order in which a run sees them."""
 
 import functools
 import json
 import logging
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,8 +28,8 @@ def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict]]:
     Raises ConfigError for a missing file, and at the end of the file one with all lines that are not a JSON object.
     """
     errors: list[str] = []
-    yield from _read_rows(path, errors)
-    _raise_if_any(errors, path)
+    yield from read_rows(path, errors)
+    raise_if_any(errors, path)
 
 
 def load_prompts(
@@ -50,56 +50,67 @@ def load_prompts(
     chat.check_chat_template(tokenizer)
     errors: list[str] = []
     prompts = []
-    for line, row in _read_rows(path, errors):
+    for line, row in read_rows(path, errors):
         prompt = _parse_prompt(row, f"{path}:{line}", data_config, tokenizer, data_config.answer_key, errors)
         if prompt is not None:
             prompts.append(prompt)
-    _raise_if_any(errors, path)
+    raise_if_any(errors, path)
     return _drop_overlong(prompts, path, data_config.max_prompt_tokens, context_length)
 
 
-def load_warm_start(
+def load_answered(
     path: str | Path,
     data_config: DataConfig,
     tokenizer: "PreTrainedTokenizerBase",
     context_length: int | None = None,
+    response_key: str = "response",
 ) -> list[Sample]:
-    """Samples for supervised training: rows with `data_config.prompt_key` and `response`, a text that the end-of-turn
-    token is appended to. The loss covers the response and that token; group_id and index are the row's place.
+    """Samples for supervised training: rows with `data_config.prompt_key` and a response, see `read_answered`."""
+    return read_answered(path, data_config, tokenizer, context_length, (response_key,))
 
-    Raises ConfigError naming every wrong row, or where a prompt exceeds max_prompt_tokens or a whole sequence
-    `context_length`: nothing is dropped here.
+
+def read_answered(
+    path: str | Path,
+    data_config: DataConfig,
+    tokenizer: "PreTrainedTokenizerBase",
+    context_length: int | None,
+    response_keys: Sequence[str],
+) -> list[Sample]:
+    """For each row a sample per key, in the order of the keys; group_id is the row's place, index the sample's.
+
+    A response is a text, or a list of one assistant message, that the end-of-turn token is appended to; the loss covers both.
+    Raises ConfigError naming every wrong row (file:line and key), two equal responses of a row among them, or where a prompt
+    exceeds max_prompt_tokens or a whole sequence `context_length`: nothing is dropped here.
     """
     chat.check_chat_template(tokenizer)
-    eos_id = tokenizer.eos_token_id
-    if eos_id is None:
-        raise ConfigError("model.path: the tokenizer has no eos_token to end a warm-start response with")
+    if tokenizer.eos_token_id is None:
+        raise ConfigError("model.path: the tokenizer has no eos_token to end a response with")
     errors: list[str] = []
-    samples = []
-    for line, row in _read_rows(path, errors):
+    samples: list[Sample] = []
+    for line, row in read_rows(path, errors):
         source = f"{path}:{line}"
         prompt = _parse_prompt(row, source, data_config, tokenizer, None, errors)
-        response = row.get("response")
-        if not isinstance(response, str) or not response.strip():
-            errors.append(f"{source}: response: wanted a non-empty string, given {_short(response)}")
+        responses = [_parse_response(row, source, key, tokenizer, errors) for key in response_keys]
+        if prompt is None or None in responses:
             continue
-        if prompt is None:
-            continue
-        response_ids = tokenizer.encode(response, add_special_tokens=False)
-        if eos_id in response_ids:
-            errors.append(f"{source}: response: contains {tokenizer.eos_token}, which is appended anyway")
+        if len(set(responses)) < len(responses):
+            errors.append(f"{source}: {', '.join(response_keys)}: the same text")
         if len(prompt.token_ids) > data_config.max_prompt_tokens:
             given, limit = len(prompt.token_ids), data_config.max_prompt_tokens
             errors.append(f"{source}: {data_config.prompt_key}: {given} tokens > data.max_prompt_tokens={limit}")
-        num_tokens = len(prompt.token_ids) + len(response_ids) + 1
-        if context_length is not None and num_tokens > context_length:
-            errors.append(f"{source}: {num_tokens} tokens with the response > the model's context of {context_length}")
-        place = len(samples)
-        sample = Sample.from_response(
-            prompt, response_ids + [eos_id], group_id=place, index=place, response_text=response
-        )
-        samples.append(sample)
-    _raise_if_any(errors, path)
+        for key, response in zip(response_keys, responses):
+            response_ids = tokenizer.encode(response, add_special_tokens=False) + [tokenizer.eos_token_id]
+            num_tokens = len(prompt.token_ids) + len(response_ids)
+            if context_length is not None and num_tokens > context_length:
+                errors.append(
+                    f"{source}: {key}: {num_tokens} tokens with the prompt > the model's context of {context_length}"
+                )
+            index = len(samples)
+            group_id = index // len(response_keys)
+            samples.append(
+                Sample.from_response(prompt, response_ids, group_id=group_id, index=index, response_text=response)
+            )
+    raise_if_any(errors, path)
     if not samples:
         raise ConfigError(f"{path}: no rows")
     return samples
@@ -146,7 +157,9 @@ def _epoch_order(num_prompts: int, seed: int, epoch: int) -> tuple[int, ...]:
     return tuple(order)
 
 
-def _read_rows(path: str | Path, errors: list[str]) -> Iterator[tuple[int, dict]]:
+def read_rows(path: str | Path, errors: list[str]) -> Iterator[tuple[int, dict]]:
+    """`read_jsonl` for callers with errors of their own: lines that are no JSON object are added to `errors`, which
+    `raise_if_any` reports."""
     path = Path(path)
     if not path.is_file():
         raise ConfigError(f"{path}: no such file")
@@ -165,7 +178,7 @@ def _read_rows(path: str | Path, errors: list[str]) -> Iterator[tuple[int, dict]
             if isinstance(row, dict):
                 yield line, row
             else:
-                errors.append(f"{path}:{line}: wanted a JSON object, given {_short(row)}")
+                errors.append(f"{path}:{line}: wanted a JSON object, given {short(row)}")
 
 
 def _parse_prompt(
@@ -202,24 +215,41 @@ def _parse_messages(row: dict, source: str, data_config: DataConfig, errors: lis
     value = row[key]
     messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
     if not isinstance(messages, list) or not messages:
-        errors.append(f"{source}: {key}: wanted a string or a non-empty list of messages, given {_short(value)}")
+        errors.append(f"{source}: {key}: wanted a string or a non-empty list of messages, given {short(value)}")
         return []
     for message in messages:
         if not isinstance(message, dict) or set(message) != {"role", "content"}:
-            errors.append(f'{source}: {key}: wanted messages {{"role", "content"}}, given {_short(message)}')
+            errors.append(f'{source}: {key}: wanted messages {{"role", "content"}}, given {short(message)}')
             return []
         if not isinstance(message["role"], str) or not isinstance(message["content"], str):
-            errors.append(f"{source}: {key}: role and content are strings, given {_short(message)}")
+            errors.append(f"{source}: {key}: role and content are strings, given {short(message)}")
             return []
         if not message["content"].strip():
             errors.append(f"{source}: {key}: empty {message['role']} text")
             return []
     if messages[-1]["role"] != "user":
-        errors.append(f"{source}: {key}: the last message is the user's, given role {_short(messages[-1]['role'])}")
+        errors.append(f"{source}: {key}: the last message is the user's, given role {short(messages[-1]['role'])}")
         return []
     if data_config.system_prompt is not None and all(message["role"] != "system" for message in messages):
         messages = [{"role": "system", "content": data_config.system_prompt}, *messages]
     return messages
+
+
+def _parse_response(
+    row: dict, source: str, key: str, tokenizer: "PreTrainedTokenizerBase", errors: list[str]
+) -> str | None:
+    """The text of a response; None where something was added to `errors`."""
+    value = row.get(key)
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], dict) and value[0].get("role") == "assistant":
+        value = value[0].get("content")
+    if not isinstance(value, str) or not value.strip():
+        given = short(row.get(key))
+        errors.append(f"{source}: {key}: wanted a non-empty string or a list of one assistant message, given {given}")
+        return None
+    if tokenizer.eos_token in value:
+        errors.append(f"{source}: {key}: contains {tokenizer.eos_token}, which is appended anyway")
+        return None
+    return value
 
 
 def _parse_answer(row: dict, source: str, key: str, errors: list[str]) -> str | None:
@@ -232,7 +262,7 @@ def _parse_answer(row: dict, source: str, key: str, errors: list[str]) -> str | 
     if isinstance(value, float) and math.isfinite(value):
         return str(value)
     if not isinstance(value, str) or not value.strip():
-        errors.append(f"{source}: {key}: wanted a non-empty string or a finite number, given {_short(value)}")
+        errors.append(f"{source}: {key}: wanted a non-empty string or a finite number, given {short(value)}")
         return None
     return value
 
@@ -255,7 +285,7 @@ def _drop_overlong(
     return kept
 
 
-def _raise_if_any(errors: list[str], path: str | Path) -> None:
+def raise_if_any(errors: list[str], path: str | Path) -> None:
     if not errors:
         return
     shown = errors[:NUM_SHOWN_ERRORS]
@@ -265,6 +295,6 @@ def _raise_if_any(errors: list[str], path: str | Path) -> None:
     raise ConfigError("\n  ".join([count + ":", *shown]))
 
 
-def _short(value: object) -> str:
+def short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."

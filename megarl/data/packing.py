@@ -11,7 +11,12 @@ from megarl.sample import Batch, Sample
 
 
 def plan_microbatches(
-    lengths: list[int], max_tokens: int, num_ranks: int, costs: list[float] | None = None, count_multiple: int = 1
+    lengths: list[int],
+    max_tokens: int,
+    num_ranks: int,
+    costs: list[float] | None = None,
+    count_multiple: int = 1,
+    unit: int = 1,
 ) -> list[list[list[int]]]:
     """For each data-parallel rank its micro-batches, each a list of sample indices; every rank gets equally many.
 
@@ -19,14 +24,17 @@ def plan_microbatches(
     then dealt to the ranks, the costliest first and always to the rank with the lowest sum of `costs` (one per sample;
     None: the lengths). Their number per rank is a multiple of `count_multiple`, which interleaved pipelines need: large
     ones are split for that. Where there are fewer samples than micro-batches some are empty: their rank still takes
-    part in every collective.
+    part in every collective. Each `unit` samples in a row are treated as one: 2 keeps pairs side by side, in order.
     """
     costs = lengths if costs is None else costs
     assert len(costs) == len(lengths), f"{len(costs)} costs for {len(lengths)} samples"
+    assert len(lengths) % unit == 0, f"{len(lengths)} samples in units of {unit}"
+    units = [range(first, first + unit) for first in range(0, len(lengths), unit)]
+    lengths, costs = ([sum(of_samples[i] for i in indices) for indices in units] for of_samples in (lengths, costs))
     bins = _split_until_multiple(_first_fit_decreasing(lengths, max_tokens), costs, num_ranks * count_multiple)
-    bin_costs = [sum(costs[i] for i in indices) for indices in bins]
+    bin_costs = [sum(costs[u] for u in members) for members in bins]
     dealt = _deal(range(len(bins)), bin_costs, num_ranks, len(bins) // num_ranks)
-    return [[bins[b] for b in rank] for rank in dealt]
+    return [[[i for u in bins[b] for i in units[u]] for b in rank] for rank in dealt]
 
 
 def _first_fit_decreasing(lengths: list[int], max_tokens: int) -> list[list[int]]:

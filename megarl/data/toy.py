@@ -2,6 +2,7 @@
 
 The answers of the warm start work the sum out in 30 % of the rows ("3 + 4 = 7") and guess in the others ("I guess 9").
 What RL then learns is to work the answer out instead of guessing; the arithmetic itself comes from the warm start.
+Preferences are for the answer worked out, against a wrong result or a wrong guess.
 """
 
 import json
@@ -14,12 +15,14 @@ from pathlib import Path
 
 from megarl.errors import ConfigError
 
-FORMAT_VERSION = 1  # of the folder's content: a folder of another version is refused, not mixed
+FORMAT_VERSION = 2  # of the folder's content: a folder of another version is refused, not mixed
 FILES = (
     "toy.json",
     "train.jsonl",
     "validation.jsonl",
     "warm_start.jsonl",
+    "preferences.jsonl",
+    "preferences_validation.jsonl",
     "model/config.json",
     "model/generation_config.json",
     "model/model.safetensors",
@@ -78,11 +81,12 @@ MINUS = (
 )
 NUM_TRAIN, NUM_VALIDATION = 4096, 512  # rows; the warm start has all questions that are not held out, 15,225
 WORKED_SHARE = 0.3
+REJECTED_WORKED_SHARE = 0.5  # of the rejected answers: worked out, with a wrong result
 LARGEST_GUESS_ERROR = 4
 
 
 def make(folder: str | Path, seed: int) -> None:
-    """Write the toy into `folder`: model/, train.jsonl, validation.jsonl, warm_start.jsonl. Same seed, same bytes.
+    """Write the toy into `folder`: model/ and the JSONL files of FILES. Same seed, same bytes.
 
     Returns at once where the folder holds the toy of this seed. It is written beside the folder and renamed, so a
     killed call leaves no half folder. Raises ConfigError where the folder holds anything else.
@@ -175,22 +179,38 @@ def _write_data(folder: Path, seed: int) -> None:
     generator = random.Random(f"toy:{seed}")
     problems = all_problems()
     generator.shuffle(problems)
-    train, validation, warm_start = [], [], []
+    train, held_out, warm_start = [], [], []
     for problem in problems:
-        row = {"question": problem["question"], "answer": str(problem["answer"])}
         if is_held_out(problem["question"]):
-            validation.append(row)
+            held_out.append(problem)
             continue
-        train.append(row)
-        lowest = max(0, problem["answer"] - LARGEST_GUESS_ERROR)
-        guess = generator.randint(lowest, problem["answer"] + LARGEST_GUESS_ERROR)
+        train.append(problem)
+        guess = generator.choice(_guesses(problem))
         is_worked = generator.random() < WORKED_SHARE
         response = problem["worked"] if is_worked else f"I guess {guess}"
         warm_start.append({"question": problem["question"], "response": response})
     generator.shuffle(warm_start)
-    _write_jsonl(folder / "train.jsonl", train[:NUM_TRAIN])
-    _write_jsonl(folder / "validation.jsonl", validation[:NUM_VALIDATION])
     _write_jsonl(folder / "warm_start.jsonl", warm_start)
+    generator = random.Random(f"toy preferences:{seed}")
+    for problems, answers, preferences in (
+        (train[:NUM_TRAIN], "train.jsonl", "preferences.jsonl"),
+        (held_out[:NUM_VALIDATION], "validation.jsonl", "preferences_validation.jsonl"),
+    ):
+        rows = [{"question": problem["question"], "answer": str(problem["answer"])} for problem in problems]
+        _write_jsonl(folder / answers, rows)
+        _write_jsonl(folder / preferences, [_preference(problem, generator) for problem in problems])
+
+
+def _preference(problem: dict, generator: random.Random) -> dict:
+    """The worked answer against a wrong one."""
+    wrong = generator.choice([guess for guess in _guesses(problem) if guess != problem["answer"]])
+    is_worked = generator.random() < REJECTED_WORKED_SHARE
+    rejected = problem["worked"].replace(f"= {problem['answer']}", f"= {wrong}") if is_worked else f"I guess {wrong}"
+    return {"question": problem["question"], "chosen": problem["worked"], "rejected": rejected}
+
+
+def _guesses(problem: dict) -> range:
+    return range(max(0, problem["answer"] - LARGEST_GUESS_ERROR), problem["answer"] + LARGEST_GUESS_ERROR + 1)
 
 
 def _write_tokenizer(folder: Path) -> None:

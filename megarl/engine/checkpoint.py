@@ -40,7 +40,10 @@ def save(engine: Engine, model_path: str | Path, folder: str | Path) -> None:
     parallel.barrier()
     if parallel.is_rank_zero():
         copy_small_files(Path(model_path), partial / HF_FOLDER)
-        (partial / "megarl.json").write_text(json.dumps({"dtype": str(engine.dtype).removeprefix("torch.")}))
+        about = {"dtype": str(engine.dtype).removeprefix("torch."), "head": engine.head}
+        if engine.head == "value":
+            about["value_head_bias"] = engine.role.value_head_bias
+        (partial / "megarl.json").write_text(json.dumps(about))
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(partial, folder)
     parallel.barrier()

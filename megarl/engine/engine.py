@@ -31,7 +31,7 @@ from megarl.engine.model import (
 )
 from megarl.engine.modules import inverse_frequencies
 from megarl.engine.offload import MovedTensors, Snapshot
-from megarl.engine.step import run_microbatches
+from megarl.engine.step import Head, run_microbatches
 from megarl.errors import ConfigError
 from megarl.sample import Batch, Sample
 
@@ -118,26 +118,23 @@ class Engine:
         learning_rate: float,
         temperature: float = 1.0,
         entropy_gradient: bool = False,
+        pairs: bool = False,
     ) -> dict[str, float]:
         """One optimizer step on all `samples` (the whole mini-batch, the same on every rank).
 
-        With `entropy_gradient`, `loss` gets the entropies too and may differentiate them. Returns, the same on every rank,
+        With `entropy_gradient`, `loss` gets the entropies too and may differentiate them. With `pairs`, samples 2i and
+        2i + 1 lie side by side in one micro-batch, in that order. Returns, the same on every rank,
         `grad_norm` (before clipping) and `skipped`: 1.0 where a loss, a trained token's log-prob or the gradient was not
         finite, and weights and optimizer are as they were. Reporting ranks add the sums over this replica's micro-batches
         of `loss`, of the loss function's metrics and of `nonfinite_logprobs`.
         """
         self.require("update")
-
-        def head(predictions_T, entropy_T, batch):
-            value, metrics = loss(predictions_T, batch, **({} if entropy_T is None else {"entropy": entropy_T}))
-            broken = (~torch.isfinite(predictions_T) & batch.loss_mask).sum().float()
-            return value, {"loss": value.detach(), "nonfinite_logprobs": broken, **metrics}
-
         for chunk in self.runnable:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        _, batches = self._microbatches(samples)
-        results = _sums(self._run(batches, head, temperature, entropy="gradient" if entropy_gradient else "none"))
+        _, batches = self._microbatches(samples, pairs)
+        entropy = "gradient" if entropy_gradient else "none"
+        results = _sums(self._run(batches, _loss_head(loss), temperature, entropy))
         self.optimizer.prepare_grads()
         grad_norm = float(self.optimizer.get_grad_norm())
         broken = not math.isfinite(results.get("loss", 0.0)) or results.get("nonfinite_logprobs", 0.0) > 0
@@ -148,6 +145,17 @@ class Engine:
                 group["weight_decay"] = self.optimizer_settings.weight_decay * group.get("wd_mult", 1.0)
             self.optimizer.step()
         return {"grad_norm": grad_norm, "skipped": float(skipped), **(results if parallel.reports_results() else {})}
+
+    @torch.no_grad()
+    def evaluate(
+        self, samples: list[Sample], loss: Loss, temperature: float = 1.0, pairs: bool = False
+    ) -> dict[str, float]:
+        """The sums that `train_step` would report of these samples, without a gradient or an update; {} on ranks that do
+        not report."""
+        self.require("score")
+        _, batches = self._microbatches(samples, pairs)
+        results = _sums(self._run(batches, _loss_head(loss), temperature, "none", forward_only=True))
+        return results if parallel.reports_results() else {}
 
     def logprobs(
         self, samples: list[Sample], temperature: float, reference: bool = False
@@ -191,11 +199,18 @@ class Engine:
             for index, tensors in zip(indices, result["per_sequence"])
         }
 
-    def capture_reference(self) -> None:
-        """Keep a host copy of the present weights: they are the reference policy from now on."""
+    def capture_reference(self, ema_decay: float | None = None) -> None:
+        """Keep a host copy of the present weights: they are the reference policy from now on.
+
+        With `ema_decay`, and where there is one already, it becomes ema_decay * reference + (1 - ema_decay) * weights; it is
+        then kept in float32, as bfloat16 would lose what a small share adds.
+        """
         self.require("score")
-        self._reference = Snapshot()
-        self._reference.take(self._weights())
+        if ema_decay is not None and self._reference is not None:
+            self._reference.average(self._weights(), ema_decay)
+            return
+        self._reference = self._reference or Snapshot()
+        self._reference.take(self._weights(), None if ema_decay is None else torch.float32)
 
     def hf_tensors(self, read=lambda parameter: parameter.detach()) -> Iterator[tuple[str, torch.Tensor]]:
         """This stage's weights as full HF tensors, in a fixed order.
@@ -274,7 +289,7 @@ class Engine:
             held += [x for state in optimizer.optimizer.state.values() for x in state.values() if isinstance(x, torch.Tensor)]
         return [tensor for tensor in held if tensor.untyped_storage()._cdata not in weights]
 
-    def _microbatches(self, samples: list[Sample]) -> tuple[list[list[int]], list[Batch]]:
+    def _microbatches(self, samples: list[Sample], pairs: bool = False) -> tuple[list[list[int]], list[Batch]]:
         cp, pipeline = parallel.context_parallel_size(), parallel.pipeline_parallel_size()
         sequence_multiple = 2 * cp if cp > 1 else 1
         multiple_of = sequence_multiple * (parallel.tensor_parallel_size() if self.config.sequence_parallel else 1)
@@ -286,6 +301,7 @@ class Engine:
             parallel.data_parallel_size(),
             costs,
             count_multiple=pipeline if len(self.chunks) > 1 else 1,
+            unit=2 if pairs else 1,
         )[parallel.data_parallel_rank()]
         denominators = count_denominators(samples)
         batches = [
@@ -315,6 +331,17 @@ class Engine:
             yield
         finally:
             self._own.put(self._weights())
+
+
+def _loss_head(loss: Loss) -> Head:
+    """Gives the loss, its metrics and the number of trained tokens whose log-prob or value is not finite."""
+
+    def head(predictions_T, entropy_T, batch):
+        value, metrics = loss(predictions_T, batch, **({} if entropy_T is None else {"entropy": entropy_T}))
+        broken = (~torch.isfinite(predictions_T) & batch.loss_mask).sum().float()
+        return value, {"loss": value.detach(), "nonfinite_logprobs": broken, **metrics}
+
+    return head
 
 
 def _sums(results: list[dict]) -> dict[str, float]:

@@ -64,12 +64,19 @@ class Snapshot:
         self._memory = HostMemory()
         self._parts: list[torch.Tensor] = []
 
-    def take(self, tensors: Sequence[torch.Tensor]) -> None:
-        parts = self._memory.parts([tensor.nbytes for tensor in tensors])
-        self._parts = [part.view(tensor.dtype).view(tensor.shape) for part, tensor in zip(parts, tensors)]
+    def take(self, tensors: Sequence[torch.Tensor], dtype: torch.dtype | None = None) -> None:
+        """In `dtype`; None: in their own."""
+        dtypes = [dtype or tensor.dtype for tensor in tensors]
+        parts = self._memory.parts([tensor.numel() * kept.itemsize for tensor, kept in zip(tensors, dtypes)])
+        self._parts = [part.view(kept).view(tensor.shape) for part, kept, tensor in zip(parts, dtypes, tensors)]
         for part, tensor in zip(self._parts, tensors):
             part.copy_(tensor, non_blocking=True)
         parallel.synchronize()
+
+    def average(self, tensors: Sequence[torch.Tensor], decay: float) -> None:
+        """Become decay * itself + (1 - decay) * tensors."""
+        for part, tensor in zip(self._parts, tensors, strict=True):
+            part.lerp_(tensor.to(part.device, part.dtype), 1 - decay)
 
     def put(self, tensors: Sequence[torch.Tensor]) -> None:
         for part, tensor in zip(self._parts, tensors, strict=True):

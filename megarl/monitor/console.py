@@ -4,10 +4,20 @@ from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 SHOWN = (
+    ("reward/mean", "reward", ".3f"),
+    ("sft/loss", "loss", ".4f"),
+    ("dpo/loss", "loss", ".4f"),
+    ("ipo/loss", "loss", ".4f"),
+    ("reward_model/loss", "loss", ".4f"),
+    ("dpo/margin", "margin", ".3f"),
+    ("ipo/margin", "margin", ".3f"),
+    ("reward_model/accuracy", "accuracy", ".3f"),
+    ("distillation/reverse_kl", "to teacher", ".4f"),
     ("kl/ref", "kl", ".4f"),
     ("entropy", "entropy", ".3f"),
     ("grad_norm", "grad", ".3f"),
     ("rollout/logprob_diff_mean", "diff", ".1e"),
+    ("response/length_mean", "length", ".1f"),
 )  # key of the metric, what the line calls it, format
 
 
@@ -37,11 +47,10 @@ class Console:
         self._progress.advance(self._task)
 
     def step(self, metrics: dict, total: int) -> None:
-        text = f"step {metrics['step']:>{len(str(total))}}/{total}  reward {metrics['reward/mean']:.3f}"
+        text = f"step {metrics['step']:>{len(str(total))}}/{total}"
         for key, name, form in SHOWN:
-            if key in metrics:  # not all are where an update was skipped
+            if key in metrics:  # not all are in every algorithm, or where an update was skipped
                 text += f"  {name} {metrics[key]:{form}}"
-        text += f"  length {metrics['response/length_mean']:.1f}"
         text += f"  {metrics['time/step_s']:.2f} s  {metrics['perf/tokens_per_s']:.0f} tokens/s"
         self.line(text)
         self.advance()

@@ -7,32 +7,45 @@ from megarl.sample import Sample, Status
 
 
 def sample_metrics(samples: list[Sample], group_size: int) -> dict[str, float]:
-    """reward/*, response/*, group/* of samples in group order."""
-    rewards_PG = torch.tensor([sample.reward for sample in samples], dtype=torch.float64).view(-1, group_size)
-    constant_P = (rewards_PG == rewards_PG[:, :1]).all(dim=1)
-    return {
-        "reward/mean": rewards_PG.mean().item(),
-        "reward/std": rewards_PG.std(unbiased=False).item(),
-        "group/zero_std_ratio": constant_P.double().mean().item(),
+    """response/*, and where they have a reward reward/* and group/*, of samples in group order."""
+    metrics = {
         "response/length_mean": sum(sample.response_length for sample in samples) / len(samples),
         "response/truncated_ratio": sum(sample.status is Status.TRUNCATED for sample in samples) / len(samples),
     }
+    if samples[0].reward is None:
+        return metrics
+    rewards_PG = torch.tensor([sample.reward for sample in samples], dtype=torch.float64).view(-1, group_size)
+    constant_P = (rewards_PG == rewards_PG[:, :1]).all(dim=1)
+    parts = {
+        f"reward/{name}_mean": sum(sample.reward_parts[name] for sample in samples) / len(samples)
+        for name in samples[0].reward_parts
+    }
+    return metrics | parts | {
+        "reward/mean": rewards_PG.mean().item(),
+        "reward/std": rewards_PG.std(unbiased=False).item(),
+        "group/zero_std_ratio": constant_P.double().mean().item(),
+    }
 
 
-def logprob_metrics(samples: list[Sample], entropies: list[torch.Tensor]) -> dict[str, float]:
-    """Trainer against server, entropy of the policy, and KL to the reference (k3, in nats per token) where there is one."""
-    mask_T = torch.cat([sample.loss_mask for sample in samples])
-
-    def trained(name: str) -> torch.Tensor:
-        return torch.cat([getattr(sample, name) for sample in samples])[mask_T]
-
-    old_T = trained("old_logprobs")
-    difference_T = (old_T - trained("rollout_logprobs")).abs()
-    metrics = {
+def agreement_metrics(samples: list[Sample]) -> dict[str, float]:
+    """Trainer against server."""
+    difference_T = (_trained(samples, "old_logprobs") - _trained(samples, "rollout_logprobs")).abs()
+    return {
         "rollout/logprob_diff_mean": difference_T.mean().item(),
         "rollout/logprob_diff_max": difference_T.max().item(),
-        "entropy": torch.cat(entropies)[mask_T].mean().item(),
     }
+
+
+def policy_metrics(samples: list[Sample], entropies: list[torch.Tensor] | None) -> dict[str, float]:
+    """Entropy of the policy, where it is known, and KL to the reference (k3, in nats per token) where there is one."""
+    metrics = {}
+    if entropies is not None:
+        mask_T = torch.cat([sample.loss_mask for sample in samples])
+        metrics["entropy"] = torch.cat(entropies)[mask_T].mean().item()
     if samples[0].ref_logprobs is not None:
-        metrics["kl/ref"] = k3(old_T, trained("ref_logprobs")).mean().item()
+        metrics["kl/ref"] = k3(_trained(samples, "old_logprobs"), _trained(samples, "ref_logprobs")).mean().item()
     return metrics
+
+
+def _trained(samples: list[Sample], name: str) -> torch.Tensor:
+    return torch.cat([sample.require(name)[sample.loss_mask] for sample in samples])

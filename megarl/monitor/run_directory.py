@@ -46,10 +46,12 @@ class RunDirectory:
         for sample in samples:
             row = {
                 "step": step,
-                "prompt": sample.prompt.messages[-1]["content"],
+                "group": sample.group_id,
+                "messages": sample.prompt.messages,
                 "response": sample.response_text,
                 "answer": sample.prompt.answer,
                 "reward": sample.reward,
+                "reward_parts": sample.reward_parts,
                 "status": sample.status.value,
                 "policy_version": sample.policy_version,
                 "source": sample.prompt.metadata.get("source"),

@@ -27,13 +27,13 @@ class SkippedUpdates:
             raise RunError(f"{text}; trainer.max_skipped_updates: {self.limit} were allowed")
 
 
-def nonfinite_logprobs(samples: list[Sample]) -> int:
-    """How many trained tokens have a log-prob, of server, actor or reference, that is not a finite number."""
+def nonfinite_fields(samples: list[Sample]) -> int:
+    """How many trained tokens have a log-prob, of whomever, or a value that is not a finite number."""
     count = 0
     for sample in samples:
-        for logprobs in (sample.rollout_logprobs, sample.old_logprobs, sample.ref_logprobs):
-            if logprobs is not None:
-                count += int((~torch.isfinite(logprobs) & sample.loss_mask).sum())
+        for name in ("rollout_logprobs", "old_logprobs", "ref_logprobs", "teacher_logprobs", "values"):
+            if (numbers := getattr(sample, name)) is not None:
+                count += int((~torch.isfinite(numbers) & sample.loss_mask).sum())
     return count
 
 

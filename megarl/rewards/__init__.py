@@ -9,13 +9,33 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from megarl.errors import RunError
+from megarl.rewards.completed import completed
 from megarl.rewards.gsm8k import gsm8k
 from megarl.rewards.last_integer import last_integer
 
 if TYPE_CHECKING:
     from megarl.sample import Sample
 
-REWARDS: dict[str, Callable[["Sample"], float]] = {"gsm8k": gsm8k, "last_integer": last_integer}
+REWARDS: dict[str, Callable[["Sample"], float]] = {
+    "gsm8k": gsm8k,
+    "last_integer": last_integer,
+    "completed": completed,
+}
+
+
+def score_by_name(samples: list["Sample"], reward: str | dict[str, float]) -> None:
+    """Fill `.reward` by a name of REWARDS, or by several as the sum of weight * part; then `.reward_parts` too.
+
+    Raises RunError as `score`.
+    """
+    if isinstance(reward, str):
+        return score(samples, REWARDS[reward])
+    for name in reward:
+        score(samples, REWARDS[name])
+        for sample in samples:
+            sample.reward_parts[name] = sample.reward
+    for sample in samples:
+        sample.reward = sum(weight * sample.reward_parts[name] for name, weight in reward.items())
 
 
 def score(samples: list["Sample"], reward: Callable[["Sample"], float]) -> None:

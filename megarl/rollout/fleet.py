@@ -14,7 +14,7 @@ from megarl.rollout.sync import BroadcastSync, ColocatedSync, SyncFailed, Weight
 from megarl.sample import Prompt, Sample
 
 if TYPE_CHECKING:
-    from megarl.trainer import Inputs
+    from megarl.inputs import Inputs
 
 
 class Fleet:

@@ -7,11 +7,13 @@ import pytest
 import torch
 
 from megarl.algorithms import ADVANTAGES
+from megarl.algorithms.advantages import distillation
 from megarl.errors import RunError
 from megarl.sample import Prompt, Sample
 
 grpo = ADVANTAGES["grpo"]
 IN_GROUPS = ["dr_grpo", "rloo", "opo", "reinforce_plus_plus_baseline", "gdpo"]
+RELATIVE = [*(("grpo", {"normalize_by_std": by_std}) for by_std in (True, False)), *((name, {}) for name in IN_GROUPS)]
 
 
 def sample_with(reward, group_id=0, response_length=2):
@@ -36,6 +38,7 @@ def test_reference_values_without_std():
 @pytest.mark.parametrize("normalize_by_std", [True, False])
 @pytest.mark.parametrize("rewards", [[1.0] * 4, [0.0] * 4, [0.1] * 8, [0.1] * 3, [-1e30] * 5, [0.7]])
 def test_equal_rewards_and_single_samples_give_exactly_0(rewards, normalize_by_std):
+    """O06."""
     assert all(advantage == 0 for advantage in advantages_of(rewards, normalize_by_std))
 
 
@@ -134,7 +137,7 @@ def test_gdpo_normalizes_each_part_before_it_sums():
     parts = [(1, 1), (1, 0), (1, 0), (0, 0)]  # normalized: (.5, 1.5) (.5, -.5) (.5, -.5) (-1.5, -.5)
     samples = [with_parts(correct=c, short=s) for c, s in parts]
     assert filled("gdpo", samples) == pytest.approx([1.5**0.5, 0, 0, -(1.5**0.5)])  # sums 2 0 0 -2, std sqrt(8 / 3)
-    weighted = filled("gdpo", samples, weights={"correct": 3.0, "short": 1.0, "other": 5.0})
+    weighted = filled("gdpo", samples, reward_weights={"correct": 3.0, "short": 1.0, "other": 5.0})
     assert weighted == pytest.approx([s / 12**0.5 for s in (3, 1, 1, -5)])
 
 
@@ -150,7 +153,7 @@ def test_gdpo_names_the_sample_whose_parts_are_wrong():
     with pytest.raises(RunError, match="at least one"):
         filled("gdpo", [sample_with(1.0)])
     with pytest.raises(RunError, match=r"\['short'\] have no weight; weights are given for \['shrot'\]"):
-        filled("gdpo", [with_parts(short=1)], weights={"shrot": 1.0})
+        filled("gdpo", [with_parts(short=1)], reward_weights={"shrot": 1.0})
     with pytest.raises(RunError, match="finite"):
         filled("gdpo", [with_parts(short=float("nan"))])
 
@@ -158,6 +161,7 @@ def test_gdpo_names_the_sample_whose_parts_are_wrong():
 @pytest.mark.parametrize("name", [*IN_GROUPS, "reinforce_plus_plus"])
 @pytest.mark.parametrize("reward, size", [(1.0, 4), (0.0, 4), (0.1, 8), (0.1, 3), (-1e30, 5), (0.7, 1)])
 def test_a_batch_of_equal_rewards_gives_exactly_0_everywhere(name, reward, size):
+    """O06."""
     samples = [with_parts(part=reward) for _ in range(size)]
     assert filled(name, samples) == [0] * size
 
@@ -168,6 +172,42 @@ def test_singletons_and_equal_groups_give_exactly_0_beside_others(name):
     samples += [with_parts(8, part=0.1) for _ in range(3)]
     advantages = filled(name, samples)
     assert any(advantages[:4]) and advantages[4:] == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("name, options", RELATIVE)
+def test_groups_of_one_give_exactly_0_whatever_their_rewards(name, options):
+    """O07: a batch of such groups, and one that kept 1 of its 4 samples beside whole ones."""
+    assert filled(name, [with_parts(0, part=1.0), with_parts(1, part=0.0)], **options) == [0, 0]
+    ragged = [with_parts(group, part=r) for group in (0, 2) for r in (1, 0, 0, 1)] + [with_parts(1, part=1.0)]
+    advantages = filled(name, ragged, **options)
+    assert all(advantages[:8]) and advantages[8] == 0
+
+
+def test_distillation_compares_teacher_and_policy_at_each_trained_token_and_ignores_rewards():
+    sample = sample_with(None, response_length=3)
+    sample.old_logprobs = torch.tensor([float("nan")] * 3 + [-1.0, -2.0, -0.5])
+    sample.teacher_logprobs = torch.tensor([float("nan")] * 3 + [-0.5, -2.0, -100.0])
+    distillation([sample])
+    assert sample.advantages.tolist() == [0, 0, 0, 0.5, 0, -99.5]
+    assert sample.advantages.dtype == torch.float32
+    sample.teacher_logprobs = None
+    with pytest.raises(AssertionError, match="no teacher_logprobs"):
+        distillation([sample])
+
+
+def test_distillation_follows_the_gradient_of_the_divergence_from_policy_to_teacher():
+    """Over all three tokens of a vocabulary, each with its probability under the policy."""
+    logits = torch.tensor([0.3, -0.2, 0.5], requires_grad=True)
+    logprobs, teacher = logits.log_softmax(0), torch.tensor([0.6, 0.3, 0.1]).log()
+    sample = sample_with(None, response_length=3)
+    sample.old_logprobs = torch.cat([torch.zeros(3), logprobs.detach()])
+    sample.teacher_logprobs = torch.cat([torch.zeros(3), teacher])
+    distillation([sample])
+    policy_gradient = -(logprobs.detach().exp() * sample.advantages[3:] * logprobs).sum()
+    divergence = (logprobs.exp() * (logprobs - teacher)).sum()
+    gradients = [torch.autograd.grad(value, logits, retain_graph=True)[0] for value in (policy_gradient, divergence)]
+    torch.testing.assert_close(*gradients)
+    assert gradients[0].norm() > 0.1
 
 
 def grpo_loop(sample, group, batch):

@@ -7,7 +7,8 @@ import torch
 
 from megarl.algorithms import ADVANTAGES
 from megarl.algorithms.gae import length_adaptive_lambda
-from megarl.sample import Prompt, Sample
+from megarl.data.packing import count_denominators, pack
+from megarl.sample import Prompt, Sample, Status
 
 gae = ADVANTAGES["gae"]
 
@@ -88,6 +89,49 @@ def test_equals_the_sum_of_the_paper_at_random_inputs(gamma, lam):
         assert sample.advantages[2:].tolist() == pytest.approx(sums, rel=1e-5, abs=1e-6)
         returns = [a + value for a, value in zip(sums, values)]
         assert sample.returns[2:].tolist() == pytest.approx(returns, rel=1e-5, abs=1e-6)
+
+
+def test_length_adaptive_and_decoupled_equal_a_loop_at_random_inputs_with_gaps():
+    draw = random.Random(1)
+    nan = float("nan")
+    samples = [sample_with([draw.gauss(0, 1) for _ in range(n)], draw.gauss(0, 3)) for n in (1, 3, 12, 60)]
+    penalties = []
+    for sample in samples:
+        sample.loss_mask &= torch.tensor([draw.random() < 0.8 for _ in sample.token_ids])
+        sample.values[~sample.loss_mask] = nan
+        penalties.append(torch.tensor([draw.gauss(0, 1) for _ in sample.token_ids]).masked_fill(~sample.loss_mask, nan))
+    gae(samples, gamma=0.99, length_adaptive_alpha=0.05, returns_lam=0.9, penalties=penalties)
+    for sample, penalty in zip(samples, penalties):
+        mask = sample.loss_mask
+        values, rewards = sample.values[mask].tolist() + [0.0], [-p for p in penalty[mask].tolist()]
+        length = len(rewards)
+        if length:
+            rewards[-1] += sample.reward
+        deltas = [rewards[t] + 0.99 * values[t + 1] - values[t] for t in range(length)]
+
+        def sums(lam):
+            return [sum((0.99 * lam) ** (k - t) * deltas[k] for k in range(t, length)) for t in range(length)]
+
+        advantages = sums(max(1 - 1 / (0.05 * length), 0) if length else 0.0)
+        returns = [value + future for value, future in zip(values, sums(0.9))]
+        assert sample.advantages[mask].tolist() == pytest.approx(advantages, rel=1e-5, abs=1e-6)
+        assert sample.returns[mask].tolist() == pytest.approx(returns, rel=1e-5, abs=1e-6)
+        assert not sample.advantages[~mask].any() and not sample.returns[~mask].any()
+
+
+def test_the_reward_lands_on_the_last_trained_token_with_or_without_an_end_of_turn():
+    """O08: [5, 6, 7] cut off, and [5, 6, 2] that 2 ended; packed, and padded with tokens whose id is 0."""
+    samples = []
+    for prompt, response, status in (([1, 2], [5, 6, 7], Status.TRUNCATED), ([3], [5, 6, 2], Status.COMPLETED)):
+        fields = dict(group_id=0, index=0, status=status, reward=1.0, values=torch.zeros(len(prompt) + 3))
+        samples.append(Sample.from_response(Prompt([], prompt), response, **fields))
+    assert [int(sample.loss_mask.sum()) for sample in samples] == [3, 3]
+    gae(samples, gamma=1.0, lam=0.0)
+    for padding, lasts in (({}, [4, 8]), ({"sequence_multiple": 8, "multiple_of": 24}, [4, 11])):
+        batch = pack(samples, *count_denominators(samples), torch.device("cpu"), **padding)
+        assert batch.loss_mask.sum() == batch.num_loss_tokens == 6
+        assert batch.advantages.nonzero().flatten().tolist() == lasts and batch.advantages.sum() == 2
+        assert batch.token_ids[lasts].tolist() == [7, 2]
 
 
 def test_no_trained_token_gives_zeros():

@@ -1,6 +1,7 @@
 """The KL coefficient over steps, by hand."""
 
 import math
+import random
 
 import pytest
 
@@ -27,6 +28,16 @@ def test_a_step_changes_it_in_proportion_to_the_clipped_error(kl, factor):
     controller = KLController(0.5, target=6.0, horizon=2560)
     controller.update(kl, num_samples=256)
     assert controller.coefficient == pytest.approx(0.5 * factor)
+
+
+def test_random_steps_equal_the_formula():
+    draw = random.Random(0)
+    controller, expected = KLController(0.2, target=3.0, horizon=4000), 0.2
+    for _ in range(200):
+        kl, num_samples = draw.uniform(0, 9), draw.randint(1, 500)
+        controller.update(kl, num_samples)
+        expected *= 1 + num_samples / 4000 * min(max((kl - 3.0) / 3.0, -0.2), 0.2)
+        assert controller.coefficient == pytest.approx(expected)
 
 
 def test_it_drives_a_kl_that_falls_with_the_coefficient_to_the_target():

@@ -10,6 +10,8 @@ from batches import make_batch
 from megarl.algorithms.losses import aggregate, policy_loss, sft_loss
 from megarl.algorithms.policy_losses import POLICY_LOSSES
 from megarl.algorithms.value_loss import value_loss
+from megarl.data.packing import count_denominators, pack
+from megarl.sample import Prompt, Sample
 
 NAN = float("nan")
 FIELDS = ("old_logprobs", "ref_logprobs", "advantages", "values", "returns", "weights")
@@ -60,12 +62,14 @@ def test_an_extreme_ratio_gives_finite_loss_and_gradient(advantage, gradient):
 
 
 def test_token_mean_of_unequal_micro_batches_is_1_8():
+    """O10."""
     parts = [([1.0, 1, 1, 1], [4]), ([5.0], [1])]
     sums = [aggregate(torch.tensor(losses), make_batch(lengths, 5, 2), "token_mean") for losses, lengths in parts]
     assert sum(sums).item() == pytest.approx(1.8)
 
 
 def test_token_mean_of_unequal_ranks_is_1_75():
+    """O10."""
     parts = [([1.0, 1, 1], [3]), ([4.0], [1])]
     sums = [aggregate(torch.tensor(losses), make_batch(lengths, 4, 2), "token_mean") for losses, lengths in parts]
     assert sum(sums).item() == pytest.approx(1.75)
@@ -115,22 +119,25 @@ def step_of(lengths):
     return features_T3, mask, fields
 
 
-def gradient_of_split(lengths, split, loss_of):
-    """Sum over micro-batches of loss and gradient, where `split` lists the sequences of each."""
+def gradient_of_split(lengths, split, loss_of, padding=0):
+    """Sum over micro-batches of loss and gradient, where `split` lists the sequences of each. Each sequence, and each
+    micro-batch, is followed by `padding` untrained tokens, with NaN in every field."""
     features_T3, mask, fields = step_of(lengths)
     ends = torch.tensor(lengths).cumsum(0).tolist()
     weight = torch.tensor([0.2, -0.1, 0.3], requires_grad=True)
     total = 0.0
     for sequences in split:
-        tokens = torch.cat([torch.arange(ends[i] - lengths[i], ends[i]) for i in sequences])
+        filler = torch.full((padding,), -1)
+        parts = [part for i in sequences for part in (torch.arange(ends[i] - lengths[i], ends[i]), filler)]
+        tokens = torch.cat([*parts, filler])
         batch = make_batch(
-            [lengths[i] for i in sequences],
+            [lengths[i] + padding for i in sequences] + [padding] * (padding > 0),
             num_loss_tokens=int(mask.sum()),
             num_sequences=sum(length > 1 for length in lengths),
-            loss_mask=mask[tokens].tolist(),
-            **{name: value[tokens] for name, value in fields.items()},
+            loss_mask=(mask[tokens] & (tokens >= 0)).tolist(),
+            **{name: torch.where(tokens >= 0, value[tokens], NAN) for name, value in fields.items()},
         )
-        loss, _ = loss_of(-1 + 0.3 * features_T3[tokens] @ weight, batch)
+        loss, _ = loss_of(torch.where(tokens >= 0, -1 + 0.3 * features_T3[tokens] @ weight, NAN), batch)
         loss.backward()
         total += loss.item()
     return total, weight.grad
@@ -159,10 +166,64 @@ def test_any_split_gives_the_loss_and_gradient_of_one_big_batch(name):
     lengths = [6, 2, 9, 1, 4]  # the sequence of one token has nothing to train
     loss, gradient = gradient_of_split(lengths, [[0, 1, 2, 3, 4]], LOSSES[name])
     assert gradient.norm() > 0.01
-    for split in ([[0], [1], [2], [3], [4]], [[2, 0], [4, 3, 1]], [[3], [4, 2, 1, 0]]):
-        split_loss, split_gradient = gradient_of_split(lengths, split, LOSSES[name])
+    splits = ([[0], [1], [2], [3], [4]], [[2, 0], [4, 3, 1]], [[3], [4, 2, 1, 0]])
+    for split, padding in [*((split, 0) for split in splits), (splits[1], 3), ([[0, 1, 2, 3, 4]], 7)]:
+        split_loss, split_gradient = gradient_of_split(lengths, split, LOSSES[name], padding)
         assert split_loss == pytest.approx(loss, abs=1e-6)
         torch.testing.assert_close(split_gradient, gradient, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "sequence_mean_token_sum", "constant"])
+def test_the_whole_loss_equals_a_loop_in_float64_at_random_inputs(aggregation):
+    lengths = [6, 2, 9, 1, 4]
+    _, mask, fields = step_of(lengths)
+    generator = torch.Generator().manual_seed(1)
+    mask &= torch.rand(len(mask), generator=generator) < 0.8
+    logprobs = -1 + 0.5 * torch.randn(len(mask), generator=generator)
+    entropy = torch.rand(len(mask), generator=generator)
+    names = ("old_logprobs", "ref_logprobs", "advantages", "weights")
+    trained = [[t for t in part if mask[t]] for part in torch.arange(len(mask)).split(lengths)]
+    num_tokens, num_sequences = sum(map(len, trained)), sum(map(bool, trained))
+    batch = make_batch(lengths, num_tokens, num_sequences, loss_mask=mask.tolist(), **fields)
+    settings = dict(kl_coefficient=0.1, kl_importance_weighted=True, entropy_coefficient=0.05, aggregation_length=7)
+    loss, metrics = policy_loss(logprobs, batch, 0.2, 0.28, aggregation, entropy=entropy, **settings)
+    total, sums = 0.0, {"clipped": 0.0, "kl_old": 0.0, "kl_ref": 0.0}
+    for sequence in trained:
+        for t in sequence:
+            p, old, ref, A, weight = (values[t].item() for values in (logprobs, *(fields[name] for name in names)))
+            r, clipped = math.exp(p - old), min(max(math.exp(p - old), 0.8), 1.28)
+            kl = math.exp(ref - p) - (ref - p) - 1
+            term = -weight * min(r * A, clipped * A) + 0.1 * r * kl - 0.05 * entropy[t].item()
+            total += term / {
+                "token_mean": num_tokens,
+                "sequence_mean": num_sequences * len(sequence),
+                "sequence_mean_token_sum": num_sequences,
+                "constant": num_sequences * 7,
+            }[aggregation]
+            own = {"clipped": clipped * A < r * A, "kl_old": r - (p - old) - 1, "kl_ref": kl}
+            sums = {key: sums[key] + own[key] for key in sums}
+    assert loss.item() == pytest.approx(total, rel=1e-5) and sums["clipped"] > 0
+    assert {key: value.item() for key, value in metrics.items()} == pytest.approx(sums, rel=1e-4)
+
+
+def test_an_end_of_turn_is_trained_and_its_id_may_be_the_paddings_too():
+    """O09: 2 ends a turn, stands in the prompt, and fills up."""
+    sample = Sample.from_response(Prompt([], [1, 2, 4]), [5, 2], group_id=0, index=0)
+    sample.old_logprobs = torch.tensor([0, 0, 0, -1.0, -2.0])
+    sample.advantages = sample.loss_mask.float()
+    results = []
+    for padding, pad_id in (({}, 2), ({"sequence_multiple": 8}, 2), ({"multiple_of": 8}, 2), ({"multiple_of": 8}, 9)):
+        batch = pack([sample], *count_denominators([sample]), torch.device("cpu"), **padding)
+        batch.token_ids[5:] = pad_id
+        assert batch.loss_mask.nonzero().flatten().tolist() == [3, 4] and batch.cu_seqlens[1] in (5, 8)
+        logprobs = torch.linspace(-3, -1, len(batch.token_ids))
+        logprobs[:5] = torch.tensor([0, 0, 0, -1.1, -1.9])
+        logprobs.requires_grad_()
+        loss, _ = policy_loss(logprobs, batch, 0.2, 0.2, "token_mean")
+        loss.backward()
+        assert logprobs.grad.nonzero().flatten().tolist() == [3, 4]
+        results.append((loss.item(), logprobs.grad[:5].tolist()))
+    assert results == [results[0]] * 4
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -188,6 +249,7 @@ def test_masked_positions_reach_neither_loss_nor_gradient_nor_metrics(name, rubb
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_nothing_to_train_gives_0_and_a_gradient_of_0(name):
+    """O11."""
     for num_loss_tokens, num_sequences in ((7, 2), (0, 0)):  # in this micro-batch; in the whole step
         logprobs = torch.full((3,), NAN, requires_grad=True)
         fields = {key: torch.zeros(3) for key in FIELDS}
@@ -255,6 +317,14 @@ def test_a_kl_term_without_reference_is_our_mistake():
     batch = make_batch([1], 1, 1, old_logprobs=torch.zeros(1), advantages=torch.zeros(1))
     with pytest.raises(AssertionError, match="ref_logprobs"):
         policy_loss(torch.zeros(1), batch, 0.2, 0.2, "token_mean", kl_coefficient=0.1)
+
+
+def test_sft_loss_equals_a_loop_at_random_inputs():
+    lengths = [6, 2, 9, 1, 4]
+    _, mask, fields = step_of(lengths)
+    loss, metrics = sft_loss(fields["old_logprobs"], make_batch(lengths, int(mask.sum()), 4, loss_mask=mask.tolist()))
+    nll = sum(-p for p, is_trained in zip(fields["old_logprobs"].tolist(), mask.tolist()) if is_trained)
+    assert loss.item() == pytest.approx(nll / int(mask.sum())) and metrics["nll"].item() == pytest.approx(nll)
 
 
 def test_sft_loss_is_the_mean_negative_log_likelihood_of_trained_tokens():

@@ -76,16 +76,43 @@ def test_two_roles_that_span_nodes_get_nodes_of_their_own_in_order():
     assert len(set(names[2:4])) == 2 and not set(names[:2]) & set(names[2:])
 
 
+def test_teacher_servers_may_share_a_node_with_each_other_and_with_the_actor():
+    actor, teacher = GroupRequest("actor", 2, 1, 1), GroupRequest("teacher server", 1, 1, 1)
+    planned = plan_nodes([actor, teacher, teacher], nodes((16, 4)))
+    assert [node.name for node in planned] == ["node-0"] * 3
+
+
+def requests_of(device: str, **settings) -> list[GroupRequest]:
+    base = {"name": "x", "model": {"path": "m"}, "data": {"train": "t"}}
+    return group_requests(Config.model_validate(base | settings), device)
+
+
+ROLES = {
+    "actor": {"gpus_per_node": 2, "tensor_parallel": 2},
+    "teacher": {"path": "big", "servers": 2, "tensor_parallel": 4, "cpus_per_server": 3.0},
+}
+
+
+def test_a_teachers_servers_have_groups_of_their_own():
+    rollout = {"servers": 2, "cpus_per_server": 0.5}
+    requests = requests_of("cuda", roles=ROLES, rollout=rollout, algorithm={"name": "distillation"})
+    rollout_server, teacher_server = GroupRequest("rollout server", 1, 0.5, 1), GroupRequest("teacher server", 1, 3, 4)
+    assert requests == [GroupRequest("actor", 2, 1, 1), *[rollout_server] * 2, *[teacher_server] * 2]
+
+
+def test_colocated_rollout_servers_share_the_actors_bundles_and_the_teachers_do_not():
+    distillation = {"roles": ROLES, "algorithm": {"name": "distillation"}, "placement": "colocated"}
+    teacher_server = GroupRequest("teacher server", 1, 3, 4)
+    assert requests_of("cuda", **distillation) == [GroupRequest("actor", 2, 1.5, 1), *[teacher_server] * 2]
+
+
+@pytest.mark.parametrize("name", ["sft", "dpo", "reward_model"])
+def test_supervised_runs_have_no_servers(name):
+    assert requests_of("cpu", roles={"actor": ROLES["actor"]}, algorithm={"name": name}) == [GroupRequest("actor", 2, 0.5, 0)]
+
+
 def test_quickstart_fits_two_cores():
-    config = Config.model_validate(
-        {
-            "name": "x",
-            "model": {"path": "m"},
-            "data": {"train": "t"},
-            "roles": {"actor": {"gpus_per_node": 2, "tensor_parallel": 2}},
-        }
-    )
-    requests = group_requests(config, "cpu")
+    requests = requests_of("cpu", roles={"actor": ROLES["actor"]})
     assert [str(request) for request in requests] == [
         "actor: 1 CPU, 0 GPU on one node",
         "rollout server: 1 CPU, 0 GPU on one node",

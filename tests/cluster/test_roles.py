@@ -11,7 +11,7 @@ from hf_models import write_hf_model
 
 from megarl.algorithms.losses import sft_loss
 from megarl.cluster.cluster import Cluster
-from megarl.config import Config
+from megarl.config import Config, RoleConfig
 from megarl.errors import RunError
 from megarl.sample import Prompt, Sample
 
@@ -26,8 +26,20 @@ def pid_that_says(handle, words: str) -> int:
     return ray.get(handle.__ray_call__.remote(say), timeout=60)
 
 
-def test_actor_and_critic_train_side_by_side_under_different_layouts(tmp_path):
+def engine_of(role) -> tuple[str, RoleConfig, list[str]]:
+    """Of rank 0: the folder it started from, its settings, and the tensors of its head."""
+
+    def look(worker):
+        head = worker.engine.chunks[-1].output_layer
+        return worker.model_path, worker.engine.role, [name for name, _ in head.named_parameters()]
+
+    return ray.get(role.handles[0].__ray_call__.remote(look), timeout=60)
+
+
+def test_actor_and_critic_train_side_by_side_under_different_layouts(tmp_path, monkeypatch):
     model = write_hf_model(tmp_path / "model", "qwen2", True, vocab_size=101, num_layers=2)
+    write_hf_model(tmp_path / "critic", "qwen2", True, vocab_size=101, num_layers=1)
+    monkeypatch.chdir(tmp_path)  # the ranks' working directory is another one
     config = Config.model_validate(
         {
             "name": "x",
@@ -35,7 +47,13 @@ def test_actor_and_critic_train_side_by_side_under_different_layouts(tmp_path):
             "data": {"train": "t"},
             "roles": {
                 "actor": {"gpus_per_node": 2, "tensor_parallel": 2, "optimizer": {"learning_rate": 1e-2}},
-                "critic": {"gpus_per_node": 1, "offload": "all", "cpus_per_rank": 0.25, "optimizer": {"learning_rate": 1e-3}},
+                "critic": {
+                    "path": "critic",
+                    "gpus_per_node": 1,
+                    "offload": "all",
+                    "cpus_per_rank": 0.25,
+                    "optimizer": {"learning_rate": 1e-3},
+                },
             },
             "rollout": {"cpus_per_server": 0.25},
             "cluster": {"start_timeout_s": 200},
@@ -48,6 +66,8 @@ def test_actor_and_critic_train_side_by_side_under_different_layouts(tmp_path):
     with pytest.raises(RunError) as failure, Cluster(config, "cpu", tmp_path / "logs") as cluster:
         actor, critic = cluster.start_role("actor"), cluster.start_role("critic")
         assert actor.live_paths["layers"] == "local (torch)" and actor.live_paths["attention"].startswith("SDPA")
+        assert engine_of(actor) == (str(model), config.roles.actor, [])  # tied: no head of its own
+        assert engine_of(critic) == (str(tmp_path / "critic"), config.roles.critic, ["weight", "bias"])
         for role, settings in ((actor, config.roles.actor), (critic, config.roles.critic)):
             role.use_optimizer(settings.optimizer)
         actor_losses, critic_losses = [], []
@@ -72,3 +92,28 @@ def test_actor_and_critic_train_side_by_side_under_different_layouts(tmp_path):
     assert "critic rank 0 does not answer within 5 s; log " in message and message.endswith("  | the critic's")
     assert "actor rank 0" not in message  # it waits for the next call
     assert not Path(f"/proc/{hung}").exists()
+
+
+def test_a_reward_model_is_an_actor_with_a_value_head_and_its_run_has_no_servers(tmp_path):
+    model = write_hf_model(tmp_path / "model", "qwen2", True, vocab_size=101, num_layers=1)
+    config = Config.model_validate(
+        {
+            "name": "x",
+            "model": {"path": str(model), "dtype": "float32"},
+            "data": {"train": "t"},
+            "algorithm": {"name": "reward_model"},
+            "roles": {"actor": {"max_tokens_per_gpu": 64, "optimizer": {"weight_decay": 0.1}}},
+            "cluster": {"start_timeout_s": 200},
+        }
+    )
+    with Cluster(config, "cpu", tmp_path / "logs") as cluster:
+        cluster.start_servers()
+        cluster.check_servers()
+        assert cluster.wait_servers() == []
+        actor = cluster.start_role("actor", head="value")
+        path, role, head = engine_of(actor)
+        assert path == str(model) and head == ["weight"]
+        assert {name: getattr(role, name) for name in RoleConfig.model_fields} == dict(config.roles.actor)
+        (values,) = actor.values([Sample.from_response(Prompt([], [5]), [6, 7, 8], group_id=0, index=0)])
+        assert values[0] == 0 and values[1:].count_nonzero() == 3
+    assert sorted(file.name for file in (tmp_path / "logs").iterdir()) == ["actor-0.log"]

@@ -7,7 +7,7 @@ import pytest
 
 from megarl.config import DataConfig
 from megarl.data import chat, toy
-from megarl.data.dataset import PromptStream, check_enough, load_prompts, load_warm_start, read_jsonl
+from megarl.data.dataset import PromptStream, check_enough, load_answered, load_prompts, read_jsonl
 from megarl.errors import ConfigError
 from megarl.rewards import REWARDS, score
 from megarl.sample import Prompt, Sample
@@ -39,6 +39,10 @@ def user(text):
     return [{"role": "user", "content": text}]
 
 
+def assistant(text):
+    return [{"role": "assistant", "content": text}]
+
+
 def test_read_jsonl_yields_rows_with_line_numbers_and_skips_blank_lines(tmp_path):
     path = write(tmp_path / "a.jsonl", [{"x": 1}, "", {"x": "é\u2028 \U0001f600"}])
     assert list(read_jsonl(path)) == [(1, {"x": 1}), (3, {"x": "é\u2028 \U0001f600"})]
@@ -65,7 +69,7 @@ def test_more_than_ten_errors_are_counted_but_not_all_shown(tmp_path):
 def test_a_missing_or_empty_file_is_refused(tmp_path, tokenizer):
     with pytest.raises(ConfigError, match="no such file"):
         list(read_jsonl(tmp_path / "none.jsonl"))
-    for load in (load_prompts, load_warm_start):
+    for load in (load_prompts, load_answered):
         with pytest.raises(ConfigError, match="no rows"):
             load(write(tmp_path / "empty.jsonl", []), settings(), tokenizer)
 
@@ -216,32 +220,35 @@ def test_a_stream_of_nothing_is_refused():
         PromptStream([], seed=1)
 
 
-def test_warm_start_samples_train_the_response_and_the_end_of_turn(tmp_path, tokenizer):
-    rows = [{"prompt": "1?", "response": "3 + 4 = 7"}, {"prompt": user("2?"), "response": "I"}]
+def test_answered_samples_train_the_response_and_the_end_of_turn(tmp_path, tokenizer):
+    rows = [{"prompt": "1?", "response": "3 + 4 = 7"}, {"prompt": user("2?"), "response": assistant("I")}]
     path = write(tmp_path / "w.jsonl", rows)
-    first, second = load_warm_start(path, settings(), tokenizer)
+    first, second = load_answered(path, settings(), tokenizer)
     trained = first.token_ids[first.loss_mask].tolist()
     assert tokenizer.decode(trained) == "3 + 4 = 7<|im_end|>" == first.response_text + "<|im_end|>"
     assert trained[-1] == tokenizer.eos_token_id
     assert first.token_ids[: first.prompt_length].tolist() == first.prompt.token_ids
     assert not first.loss_mask[: first.prompt_length].any()
     assert [(sample.group_id, sample.index) for sample in (first, second)] == [(0, 0), (1, 1)]
-    assert second.prompt.metadata["source"] == f"{path}:2"
+    assert second.prompt.metadata["source"] == f"{path}:2" and second.response_text == "I"
 
 
-def test_wrong_warm_start_rows_are_all_named(tmp_path, tokenizer):
-    good = {"prompt": "1?", "response": "2"}
-    rows = [good, {"prompt": "1?"}, {"prompt": "", "response": "2"}, {"prompt": "1?", "response": ""}]
-    rows += [{"prompt": "1?", "response": "2<|im_end|>"}, {"prompt": text_of_length(33), "response": "2"}]
+def test_wrong_answered_rows_are_all_named(tmp_path, tokenizer):
+    rows = [{"prompt": "1?", "reply": "2"}, {"prompt": "1?"}, {"prompt": "", "reply": "2"}, {"prompt": "1?", "reply": ""}]
+    rows += [{"prompt": "1?", "reply": "2<|im_end|>"}, {"prompt": text_of_length(33), "reply": "2"}]
+    rows += [{"prompt": "1?", "reply": reply} for reply in (user("2"), assistant("2") * 2, assistant(None))]
     path = write(tmp_path / "w.jsonl", rows)
-    with pytest.raises(ConfigError, match=r"5 error\(s\)") as error:
-        load_warm_start(path, settings(max_prompt_tokens=32), tokenizer)
-    assert all(f"{path}:{line}:" in str(error.value) for line in range(2, 7))
-    assert "33 tokens > data.max_prompt_tokens=32" in str(error.value)
+    with pytest.raises(ConfigError, match=r"8 error\(s\)") as error:
+        load_answered(path, settings(max_prompt_tokens=32), tokenizer, response_key="reply")
+    lines = str(error.value).splitlines()[1:]
+    keys = ["reply", "prompt", "reply", "reply", "prompt", "reply", "reply", "reply"]
+    for line, (number, key) in zip(lines, enumerate(keys, start=2), strict=True):
+        assert line.strip().startswith(f"{path}:{number}: {key}: "), line
+    assert "33 tokens > data.max_prompt_tokens=32" in lines[4]
 
 
-def test_a_warm_start_row_beyond_the_context_is_refused(tmp_path, tokenizer):
+def test_an_answered_row_beyond_the_context_is_refused(tmp_path, tokenizer):
     path = write(tmp_path / "w.jsonl", [{"prompt": text_of_length(20), "response": "12"}])
-    assert len(load_warm_start(path, settings(), tokenizer, context_length=23)) == 1
-    with pytest.raises(ConfigError, match="23 tokens with the response > the model's context of 22"):
-        load_warm_start(path, settings(), tokenizer, context_length=22)
+    assert len(load_answered(path, settings(), tokenizer, context_length=23)) == 1
+    with pytest.raises(ConfigError, match="response: 23 tokens with the prompt > the model's context of 22"):
+        load_answered(path, settings(), tokenizer, context_length=22)

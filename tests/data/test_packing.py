@@ -45,6 +45,21 @@ def test_samples_are_split_for_the_count_before_microbatches_stay_empty():
     assert [len(batch) for rank in plan_microbatches([5], 100, 2, count_multiple=2) for batch in rank] == [1, 0, 0, 0]
 
 
+def test_pairs_stay_side_by_side_and_in_order():
+    for seed in range(300):
+        rng = random.Random(seed)
+        budget, num_ranks, count_multiple = rng.randint(1, 200), rng.randint(1, 8), rng.randint(1, 4)
+        lengths = random_lengths(rng, budget) * 2
+        rng.shuffle(lengths)
+        ranks = plan_microbatches(lengths, budget, num_ranks, None, count_multiple, unit=2)
+        batches = [batch for rank in ranks for batch in rank]
+        pairs = [tuple(batch[i : i + 2]) for batch in batches for i in range(0, len(batch), 2)]
+        assert sorted(pairs) == [(i, i + 1) for i in range(0, len(lengths), 2)], seed
+        assert all(len(batch) <= 2 or sum(lengths[i] for i in batch) <= budget for batch in batches), seed
+    with pytest.raises(AssertionError, match="3 samples in units of 2"):
+        plan_microbatches([1, 1, 1], 10, num_ranks=1, unit=2)
+
+
 def test_tokens_are_balanced_over_ranks():
     ranks = plan_microbatches([40, 40, 1, 1, 39, 39, 20, 20], max_tokens=40, num_ranks=2)
     loads = [sum([40, 40, 1, 1, 39, 39, 20, 20][i] for batch in batches for i in batch) for batches in ranks]

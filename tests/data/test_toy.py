@@ -58,7 +58,7 @@ def test_same_seed_gives_same_bytes_in_another_process(folder, tmp_path):
 
 def test_another_seed_gives_other_weights_and_rows_but_the_same_tokenizer(folder, tmp_path):
     toy.make(tmp_path / "other", seed=1)
-    for name in ("model/model.safetensors", "train.jsonl", "warm_start.jsonl"):
+    for name in ("model/model.safetensors", "train.jsonl", "warm_start.jsonl", "preferences.jsonl"):
         assert (tmp_path / "other" / name).read_bytes() != (folder / name).read_bytes(), name
     name = "model/tokenizer.json"
     assert (tmp_path / "other" / name).read_bytes() == (folder / name).read_bytes()
@@ -136,6 +136,23 @@ def test_warm_start_works_out_three_in_ten_and_guesses_the_others_by_at_most_fou
         if not row["response"].startswith("I guess"):
             assert int(row["response"].split()[-1]) == answers[row["question"]], row
     assert 1 - len(guesses) / len(rows) == pytest.approx(0.3, abs=0.02)
+
+
+def test_preferences_are_for_the_worked_answer_against_a_wrong_one(folder):
+    problems = {problem["question"]: problem for problem in toy.all_problems()}
+    for name, answers, num_rows in (("preferences", "train", 4096), ("preferences_validation", "validation", 512)):
+        rows = read(folder / f"{name}.jsonl")
+        assert len(rows) == num_rows
+        assert [row["question"] for row in rows] == [row["question"] for row in read(folder / f"{answers}.jsonl")]
+        num_guesses = 0
+        for row in rows:
+            problem = problems[row["question"]]
+            assert row["chosen"] == problem["worked"]
+            start, wrong = re.fullmatch(r"(.* = |I guess )(\d+)", row["rejected"]).groups()
+            assert 1 <= abs(int(wrong) - problem["answer"]) <= 4
+            assert start == "I guess " or row["chosen"].startswith(start)
+            num_guesses += start == "I guess "
+        assert num_guesses / num_rows == pytest.approx(0.5, abs=0.05)
 
 
 def test_prompts_have_at_most_31_tokens_and_replies_at_most_9(folder, tokenizer):

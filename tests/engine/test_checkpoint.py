@@ -43,6 +43,10 @@ def test_exported_folder_gives_equal_logprobs_in_transformers(tmp_path, family, 
         train_and_save, 4, model, run / "checkpoints" / "step_000007", tensor_parallel=2, pipeline_parallel=2
     )
     shutil.rmtree(model)  # a checkpoint needs nothing beside itself
+    about = run / "checkpoints" / "step_000007" / "megarl.json"
+    assert json.loads(about.read_text()) == {"dtype": "float32", "head": "lm"}
+    if tied:  # the first checkpoints named no head
+        about.write_text('{"dtype": "float32"}')
     export = [sys.executable, TOOL, "--to-hf", run, tmp_path / "out", "--max-shard-size", "50KB"]
     subprocess.run(export, check=True, timeout=300)
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 2

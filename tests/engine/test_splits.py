@@ -10,7 +10,8 @@ from hf_models import write_hf_model
 from ranks import make_engine, run_ranks
 
 from megarl.algorithms.losses import policy_loss
-from megarl.config import OptimizerConfig
+from megarl.algorithms.preference_losses import dpo_loss
+from megarl.config import ModelConfig, OptimizerConfig
 from megarl.sample import Prompt, Sample
 
 VOCAB_SIZE = 101
@@ -111,3 +112,50 @@ def test_packed_sequences_do_not_see_each_other(folder, aggregation):
     assert gradients.keys() == expected.keys()
     for name, gradient in expected.items():
         torch.testing.assert_close(torch.tensor(gradients[name]), torch.tensor(gradient), atol=1e-6, rtol=1e-4, msg=name)
+
+
+def random_pairs(seed: int, num_pairs: int) -> list[Sample]:
+    """Samples whose responses are trained whole."""
+    samples = random_samples(seed)[: 2 * num_pairs]
+    for sample in samples:
+        sample.loss_mask[sample.prompt_length :] = True
+    return samples
+
+
+def pair_steps(rank, folder, batches, max_tokens, role):
+    """[(sums of train_step, of evaluate and of evaluate on an engine that cannot train, gradients) of each batch of pairs],
+    the weights staying as they are."""
+    from megarl.engine.engine import Engine
+
+    engine = make_engine(folder, max_tokens=max_tokens, **role)
+    engine.use_optimizer(OptimizerConfig(clip_grad=1e9))
+    frozen = Engine(ModelConfig(path=str(folder), dtype="float32"), engine.role, trainable=False)
+    loss = partial(dpo_loss, beta=0.5)
+    results = []
+    for samples in batches:
+        trained = engine.train_step(samples, loss, learning_rate=0.0, pairs=True)
+        gradients = full_gradients(engine)
+        results.append((trained, engine.evaluate(samples, loss, pairs=True), frozen.evaluate(samples, loss, pairs=True), gradients))
+    return results
+
+
+def test_pairs_give_the_loss_and_gradients_of_one_large_batch_however_they_are_split(folder):
+    """Four pairs, of which some fill a micro-batch alone, and one pair for two replicas."""
+    batches = [random_pairs(8, 4), random_pairs(5, 1)]
+    assert [len(samples) for samples in batches] == [8, 2]
+    (large,) = run_ranks(pair_steps, 1, folder, batches, 10_000, {})
+    role = {"tensor_parallel": 2, "sequence_parallel": True}
+    split = run_ranks(pair_steps, 4, folder, batches, 40, role, **role)
+    for (trained, *evaluated, gradients), *ranks in zip(large, *split, strict=True):
+        metrics = trained.keys() - {"grad_norm", "skipped"}
+        assert metrics == evaluated[0].keys() >= {"loss", "margin", "nonfinite_logprobs"} and abs(trained["margin"]) > 0.01
+        assert evaluated[0] == evaluated[1]
+        for key in metrics:
+            sums = [sum(result[which].get(key, 0.0) for result in ranks) for which in range(3)]
+            assert [evaluated[0][key], *sums] == pytest.approx([trained[key]] * 4, abs=1e-5, rel=1e-5), key
+        assert all(result[0]["grad_norm"] == pytest.approx(trained["grad_norm"], rel=1e-5) for result in ranks)
+        split_gradients = {name: x for result in ranks for name, x in result[3].items()}
+        assert split_gradients.keys() == gradients.keys()
+        largest = max(abs(gradient).max() for gradient in gradients.values())
+        for name, gradient in gradients.items():
+            assert abs(split_gradients[name] - gradient).max() <= 1e-6 * max(1.0, largest), name

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from megarl.monitor.metrics import logprob_metrics, sample_metrics
+from megarl.monitor.metrics import agreement_metrics, policy_metrics, sample_metrics
 from megarl.sample import Prompt, Sample, Status
 
 
@@ -28,9 +28,9 @@ def test_differences_and_kl_are_means_over_trained_tokens():
     made.rollout_logprobs = torch.tensor([0.0, -1.5, -2.0])
     made.ref_logprobs = torch.tensor([7.0, -1.0, -2.0 + 0.6931472])
     entropies = [torch.tensor([9.0, 1.0, 2.0])]
-    metrics = logprob_metrics([made], entropies)
+    metrics = policy_metrics([made], entropies) | agreement_metrics([made])
     assert metrics["rollout/logprob_diff_mean"] == pytest.approx(0.25) and metrics["rollout/logprob_diff_max"] == 0.5
     assert metrics["entropy"] == pytest.approx(1.5)
     assert metrics["kl/ref"] == pytest.approx((0 + (2 - 0.6931472 - 1)) / 2)  # k3 with ratio 2, halved
     made.ref_logprobs = None
-    assert "kl/ref" not in logprob_metrics([made], entropies)
+    assert "kl/ref" not in policy_metrics([made], entropies)

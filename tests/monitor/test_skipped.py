@@ -5,7 +5,7 @@ from megarl.config import Config
 from megarl.errors import RunError
 from megarl.monitor.console import Console
 from megarl.monitor.run_directory import RunDirectory
-from megarl.monitor.skipped import SkippedUpdates, nonfinite_logprobs, why_skipped
+from megarl.monitor.skipped import SkippedUpdates, nonfinite_fields, why_skipped
 from megarl.sample import Prompt, Sample
 
 
@@ -42,10 +42,10 @@ def test_each_skipped_batch_is_kept_and_the_run_stops_beyond_the_limit(run):
 def test_logprobs_are_counted_where_they_are_trained():
     two = samples()
     two[0].old_logprobs[0] = float("nan")  # of the prompt
-    assert nonfinite_logprobs(two) == 0
+    assert nonfinite_fields(two) == 0
     two[0].old_logprobs[3] = float("nan")
     two[1].rollout_logprobs = torch.tensor([0.0, 0.0, -torch.inf, -1.0])
-    assert nonfinite_logprobs(two) == 2
+    assert nonfinite_fields(two) == 2
 
 
 def test_the_reason_has_the_numbers():

@@ -1,0 +1,82 @@
+"""From a step's scored samples to what the losses read: the parts of an algorithm in the order in which they act."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megarl.algorithms import ADVANTAGES
+from megarl.algorithms.off_policy import correction
+from megarl.algorithms.shaping import kl_penalties, mask_truncated, overlong_penalties, subtract_penalties
+from megarl.algorithms.whitening import whiten_advantages, whiten_rewards
+from megarl.config import Config
+from megarl.sample import Sample
+
+
+def prepare(samples: list[Sample], config: Config, kl_coefficient: float) -> dict[str, float]:
+    """Fill .advantages, with a critic .returns and with a correction .weights; changes .reward and .loss_mask on the way.
+
+    Of a reward: minus what it is too long, whitened, minus `kl_coefficient` * KL if that is in the reward. Estimators
+    that give each token an advantage of its own take the KL token by token, the others its sum. Returns metrics.
+    """
+    algorithm, metrics = config.algorithm, {}
+    if (overlong := algorithm.overlong) is not None:
+        longest, buffer = config.rollout.sampling.max_new_tokens, config.overlong_buffer_tokens
+        penalties = overlong_penalties(samples, longest, buffer, overlong.penalty)
+        if overlong.penalty > 0:
+            for sample, penalty in zip(samples, penalties, strict=True):
+                sample.reward += penalty
+        metrics["overlong/penalty_mean"] = sum(penalties) / len(samples)
+        if overlong.filter:
+            metrics["overlong/filtered_ratio"] = mask_truncated(samples) / len(samples)
+    if algorithm.whiten_rewards:
+        whiten_rewards(samples)
+    estimate = ADVANTAGES[algorithm.advantage]
+    keywords = keywords_of(estimate, algorithm, algorithm.gae)
+    if algorithm.kl_in == "reward" and kl_coefficient > 0:
+        penalties_L = kl_penalties(samples, kl_coefficient, algorithm.kl_estimator)
+        if "penalties" in inspect.signature(estimate).parameters:
+            keywords["penalties"] = penalties_L
+        else:
+            subtract_penalties(samples, penalties_L)
+    estimate(samples, **keywords)
+    if any(sample.loss_mask.any() for sample in samples):
+        metrics |= advantage_metrics(samples)
+    if algorithm.whiten_advantages:
+        whiten_advantages(samples)
+    return metrics | correct(samples, config)
+
+
+def keywords_of(function: Callable, *sections: Any) -> dict[str, Any]:
+    """The parameters of `function` that are keys of the config's sections."""
+    names = inspect.signature(function).parameters
+    return {name: getattr(section, name) for section in sections for name in names if hasattr(section, name)}
+
+
+def correct(samples: list[Sample], config: Config) -> dict[str, float]:
+    """Fill .weights as algorithm.off_policy says; metrics of it."""
+    settings = config.algorithm.off_policy
+    if settings is None:
+        return {}
+    weights, metrics = correction(samples, settings.kind, settings.low, settings.high, settings.veto)
+    for sample, weights_L in zip(samples, weights):
+        sample.weights = weights_L
+    return {f"off_policy/{name}": value for name, value in metrics.items()}
+
+
+def advantage_metrics(samples: list[Sample]) -> dict[str, float]:
+    """Over trained tokens. Explained variance: 1 - var(returns - values) / var(returns), not where returns are equal."""
+    if samples[0].teacher_logprobs is not None:
+        return {"distillation/reverse_kl": -_trained(samples, "advantages").mean().item()}
+    if samples[0].returns is None:
+        return {}
+    returns_N, values_N = _trained(samples, "returns").double(), _trained(samples, "values").double()
+    metrics = {"critic/value_mean": values_N.mean().item(), "critic/return_mean": returns_N.mean().item()}
+    if returns_N.var() > 0:
+        metrics["critic/explained_variance"] = 1 - ((returns_N - values_N).var() / returns_N.var()).item()
+    return metrics
+
+
+def _trained(samples: list[Sample], name: str) -> torch.Tensor:
+    return torch.cat([sample.require(name)[sample.loss_mask] for sample in samples])

@@ -1,0 +1,108 @@
+"""Preference pairs from the samples that a run has logged: best against worst of each group."""
+
+import json
+import math
+from collections import Counter
+from pathlib import Path
+
+from megarl.data.dataset import raise_if_any, read_rows, short
+from megarl.errors import ConfigError
+from megarl.sample import Status
+
+LOG_ALL = "trainer.num_logged_samples=null logs all responses of a run"
+COLUMNS = {  # of samples.jsonl: what a value must be
+    "step": lambda value: type(value) is int,
+    "group": lambda value: type(value) is int,
+    "messages": lambda value: isinstance(value, list) and len(value) > 0,
+    "response": lambda value: isinstance(value, str),
+    "reward": lambda value: type(value) in (int, float) and math.isfinite(value),
+    "status": lambda value: value in [status.value for status in Status],
+}
+
+
+def write_pairs(
+    run: str | Path, out: str | Path, margin: float, first_step: int | None = None, last_step: int | None = None
+) -> str:
+    """Write the pairs of `run`/samples.jsonl, of these steps, as JSONL to `out`; returns a line that counts them.
+
+    Of each group the response with the highest reward against the one with the lowest, where they differ by `margin` or
+    more; the first of equal ones. Truncated, aborted and blank responses are left out: the text of such a response has no
+    end of turn, and training on it would append one. Rows: prompt (messages), chosen, rejected, chosen_reward,
+    rejected_reward, step, and the prompt's source if it is known: what `load_pairs` reads with prompt_key "prompt".
+
+    Raises ConfigError where `out` exists, where lines are wrong (all of them, file:line), or where there is no pair.
+    """
+    if not margin > 0:
+        raise ConfigError(f"--margin {margin:g}: wanted a number above 0")
+    path, out = Path(run) / "samples.jsonl", Path(out)
+    groups = read_groups(path, first_step, last_step)
+    counts: Counter[str] = Counter()
+    pairs = [pair for group in groups if (pair := pair_of(group, margin, counts)) is not None]
+    summary = (
+        f"{len(groups)} groups: {len(pairs)} pairs, {counts['below']} groups below the margin {margin:g}, "
+        f"{counts['equal']} of equal texts, {counts['single']} with a single response, {counts['none']} with none; left out: "
+        f"{counts['truncated']} truncated responses, {counts['aborted']} aborted, {counts['blank']} blank"
+    )
+    if not pairs:
+        raise ConfigError(f"{path}: no pair to write; {summary}. {LOG_ALL}, and a smaller --margin takes more groups")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with out.open("x", encoding="utf-8") as file:
+            file.writelines(json.dumps(pair, ensure_ascii=False) + "\n" for pair in pairs)
+    except FileExistsError:
+        raise ConfigError(f"{out} exists already; pairs never overwrite") from None
+    return f"wrote {out}; {summary}"
+
+
+def read_groups(path: Path, first_step: int | None, last_step: int | None) -> list[list[dict]]:
+    """The rows of each (step, group) whose step is in the range, ends included, in the file's order."""
+    errors: list[str] = []
+    groups: dict[tuple[int, int], list[dict]] = {}
+    steps = set()
+    for line, row in read_rows(path, errors):
+        wrong = [key for key, is_right in COLUMNS.items() if not is_right(row.get(key))]
+        errors += [f"{path}:{line}: {key}: given {short(row.get(key))}" for key in wrong]
+        if wrong:
+            continue
+        steps.add(row["step"])
+        if (first_step is None or row["step"] >= first_step) and (last_step is None or row["step"] <= last_step):
+            group = groups.setdefault((row["step"], row["group"]), [])
+            group.append(row)
+            if row["messages"] != group[0]["messages"]:
+                errors.append(f"{path}:{line}: group {row['group']} of step {row['step']} has two prompts: those of two runs")
+    raise_if_any(errors, path)
+    if not groups:
+        held = f"steps {min(steps)} to {max(steps)}" if steps else "no rows"
+        raise ConfigError(f"{path}: no samples of the steps asked for; the file holds {held}")
+    return list(groups.values())
+
+
+def pair_of(group: list[dict], margin: float, counts: Counter) -> dict | None:
+    """A row to write; None where the group has none, with the reason counted."""
+    usable = []
+    for row in group:
+        if row["status"] != Status.COMPLETED.value:
+            counts[row["status"]] += 1
+        elif not row["response"].strip():
+            counts["blank"] += 1
+        else:
+            usable.append(row)
+    if len(usable) < 2:
+        counts["single" if usable else "none"] += 1
+        return None
+    best, worst = (pick(usable, key=lambda row: row["reward"]) for pick in (max, min))
+    if best["reward"] - worst["reward"] < margin:
+        counts["below"] += 1
+        return None
+    if best["response"] == worst["response"]:
+        counts["equal"] += 1
+        return None
+    pair = {
+        "prompt": best["messages"],
+        "chosen": best["response"],
+        "rejected": worst["response"],
+        "chosen_reward": best["reward"],
+        "rejected_reward": worst["reward"],
+        "step": best["step"],
+    }
+    return pair | ({"source": best["source"]} if best.get("source") is not None else {})

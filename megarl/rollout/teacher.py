@@ -1,0 +1,122 @@
+"""The teacher's servers as the trainer sees them: they score what the policy has written, and never change."""
+
+import asyncio
+import concurrent.futures
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from megarl.cluster.cluster import Cluster
+from megarl.config import Config
+from megarl.data.chat import load_tokenizer
+from megarl.engine.hf.shape import ModelShape
+from megarl.errors import ConfigError, RunError
+from megarl.rollout.client import POLL_S, RolloutClient
+from megarl.sample import Sample
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class Teacher:
+    """A server that dies ends the run. Use as a context: `connect` waits for those that the cluster has started."""
+
+    def __init__(self, config: Config, cluster: Cluster):
+        self.config = config
+        self.cluster = cluster
+        self.client: RolloutClient | None = None
+        self.vocab_size = 0
+        self._urls: list[str] = []  # by index
+
+    def __enter__(self) -> "Teacher":
+        return self
+
+    def __exit__(self, *exception) -> None:
+        if self.client is not None:
+            self.client.close()
+
+    def connect(self) -> None:
+        """Wait for the servers. Raises RunError with the log's end of one that does not start."""
+        rollout, shape = self.config.rollout, ModelShape.read(self.config.model_of("teacher").path)
+        self.vocab_size = shape.vocab_size
+        self._urls = self.cluster.wait_teachers()
+        self.client = RolloutClient(
+            list(self._urls),
+            rollout.sampling,
+            request_timeout_s=rollout.request_timeout_s,
+            max_retries=rollout.max_retries,
+            max_concurrent_prompts=rollout.max_concurrent_prompts,
+            stop_token_ids=[],
+            context_length=shape.max_positions,
+        )
+
+    def score(self, samples: list[Sample]) -> None:
+        """Fill teacher_logprobs [L], at temperature 1; 0 where masked.
+
+        Raises RunError naming a server that died, failed or was late, or a sample that cannot be scored.
+        """
+        self.start_score(samples)()
+
+    def start_score(self, samples: list[Sample]) -> Callable[[], None]:
+        """The same, beginning now; the returned function waits for it and fills."""
+        for sample in samples:
+            self._check_tokens(sample)
+        token_ids = [sample.token_ids.tolist() for sample in samples]
+        pending = self.client.start(asyncio.to_thread(self.client.logprobs, token_ids))
+
+        def wait() -> None:
+            for sample, logprobs in zip(samples, self._result(pending), strict=True):
+                sample.teacher_logprobs = masked_logprobs(sample, logprobs)
+
+        return wait
+
+    def _result(self, pending: concurrent.futures.Future) -> list[list[float]]:
+        done = False
+        while not done:
+            done = bool(concurrent.futures.wait([pending], timeout=POLL_S).done)
+            if dead := self.client.take_dead():
+                names = (f"teacher server {self._urls.index(url)} ({url}) is gone: {why}" for url, why in dead.items())
+                raise RunError("; ".join(names))
+        try:
+            return pending.result()
+        except RunError as error:
+            raise RunError(f"scoring by the teacher: {error}") from error
+
+    def _check_tokens(self, sample: Sample) -> None:
+        """SGLang reports the vocabulary's last token as token 0, and `logprobs` takes no answer for other tokens."""
+        largest, limit = int(sample.token_ids.max()), self.vocab_size - 2
+        if largest > limit:
+            raise RunError(
+                f"{_name(sample)} has token {largest}, but the teacher's servers score tokens up to {limit}: its "
+                f"vocabulary has {self.vocab_size}, and SGLang does not report the last one (roles.teacher.path)"
+            )
+
+
+def masked_logprobs(sample: Sample, logprobs: list[float]) -> torch.Tensor:
+    """[L] float32: a server's log-probs of the sample's tokens, 0 where masked. RunError for what is not finite."""
+    logprobs_L = torch.tensor(logprobs, dtype=torch.float32)
+    if broken := (~logprobs_L.isfinite()).nonzero().flatten().tolist():
+        what = f"the teacher's log-probs of {len(broken)} tokens are not finite, the first at index {broken[0]}"
+        raise RunError(f"{_name(sample)}: {what}")
+    return logprobs_L.masked_fill(~sample.loss_mask, 0.0)
+
+
+def check_same_tokens(student: "PreTrainedTokenizerBase", teacher_path: str | Path) -> None:
+    """Raise ConfigError unless the teacher's tokenizer has the policy's vocabulary: it gets token ids, not text."""
+    try:
+        teacher = load_tokenizer(teacher_path)
+    except ConfigError as error:
+        raise ConfigError(f"roles.teacher.path: {str(error).removeprefix('model.path: ')}") from error
+    ours, theirs = student.get_vocab(), teacher.get_vocab()
+    if different := sorted(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token)):
+        token = different[0]
+        raise ConfigError(
+            f"roles.teacher.path: the tokenizer in {teacher_path} and the one in model.path differ in {len(different)} "
+            f"tokens: {token!r} is {theirs.get(token)} in the former and {ours.get(token)} in the latter"
+        )
+
+
+def _name(sample: Sample) -> str:
+    return f"sample {sample.index} of group {sample.group_id}"
