@@ -25,10 +25,11 @@ def write_pairs(
 ) -> str:
     """Write the pairs of `run`/samples.jsonl, of these steps, as JSONL to `out`; returns a line that counts them.
 
-    Of each group the response with the highest reward against the one with the lowest, where they differ by `margin` or
-    more; the first of equal ones. Truncated, aborted and blank responses are left out: the text of such a response has no
-    end of turn, and training on it would append one. Rows: prompt (messages), chosen, rejected, chosen_reward,
-    rejected_reward, step, and the prompt's source if it is known: what `load_pairs` reads with prompt_key "prompt".
+    Of each group the response with the highest reward against the one with the lowest, where they differ by `margin`
+    or more; the first of equal ones. Truncated and aborted responses are left out, as they have no end of turn and
+    training on their text would append one, and so are blank ones. Rows: prompt (messages), chosen, rejected,
+    chosen_reward, rejected_reward, step, and the prompt's source if it is known: what `load_pairs` reads with
+    prompt_key "prompt".
 
     Raises ConfigError where `out` exists, where lines are wrong (all of them, file:line), or where there is no pair.
     """
@@ -40,8 +41,8 @@ def write_pairs(
     pairs = [pair for group in groups if (pair := pair_of(group, margin, counts)) is not None]
     summary = (
         f"{len(groups)} groups: {len(pairs)} pairs, {counts['below']} groups below the margin {margin:g}, "
-        f"{counts['equal']} of equal texts, {counts['single']} with a single response, {counts['none']} with none; left out: "
-        f"{counts['truncated']} truncated responses, {counts['aborted']} aborted, {counts['blank']} blank"
+        f"{counts['equal']} of equal texts, {counts['single']} with a single response, {counts['none']} with none; "
+        f"left out: {counts['truncated']} truncated responses, {counts['aborted']} aborted, {counts['blank']} blank"
     )
     if not pairs:
         raise ConfigError(f"{path}: no pair to write; {summary}. {LOG_ALL}, and a smaller --margin takes more groups")
@@ -69,7 +70,7 @@ def read_groups(path: Path, first_step: int | None, last_step: int | None) -> li
             group = groups.setdefault((row["step"], row["group"]), [])
             group.append(row)
             if row["messages"] != group[0]["messages"]:
-                errors.append(f"{path}:{line}: group {row['group']} of step {row['step']} has two prompts: those of two runs")
+                errors.append(f"{path}:{line}: group {row['group']} of step {row['step']} has two prompts")
     raise_if_any(errors, path)
     if not groups:
         held = f"steps {min(steps)} to {max(steps)}" if steps else "no rows"

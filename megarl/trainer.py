@@ -96,7 +96,9 @@ class Trainer:
     ) -> "Trainer":
         """Start servers and roles, warm start included; what has to be closed goes to `stack`."""
         cluster.start_servers()  # they import for half a minute: all at the same time
-        console.line(f"starting {config.roles.actor.world_size} actor ranks and {config.rollout.servers} rollout servers")
+        ranks = [f"{role.world_size} {name} ranks" for name, role in config.roles.megatron.items()]
+        servers = [f"{group.servers} {section.removeprefix('roles.')} servers" for section, group in config.servers.items()]
+        console.line(f"starting {', '.join(ranks + servers)}")
         fleet = stack.enter_context(Fleet(config, cluster, inputs, console.line))
         if config.placement == "colocated":
             fleet.connect()  # a server takes its share of what is free at its start: the actor comes after it

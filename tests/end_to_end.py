@@ -79,6 +79,15 @@ class Run:
         return tagged_processes(self.tag)
 
 
+def run_tool(name: str, *arguments: str, folder: Path) -> str:
+    """The output of a script of tools/, called in `folder`; fails with it."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(ROOT / "tools" / name), *arguments]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
 def tagged_processes(tag: str, variable: str = TAG) -> dict[int, str]:
     """pid -> command line of every living process with the tag in this variable of its environment."""
     found = {}

@@ -38,13 +38,12 @@ def pairs(tmp_path, rows, margin=0.5, **steps):
 
 def test_the_best_of_a_group_against_its_worst_and_of_equal_ones_the_first(tmp_path):
     rows = [row(1, 0, text, reward) for text, reward in [("b", 0.5), ("d", 0.0), ("a", 1.0), ("e", 0.0), ("c", 1)]]
-    rows += [row(1, 1, "x", 2.0, source="train.jsonl:9"), row(2, 0, "y", 0.3), row(1, 1, "z", -1.0, source="train.jsonl:9")]
-    rows += [row(2, 0, "w", 0.8)]
+    rows += [row(1, 1, "x", 2.0, source="train.jsonl:9"), row(2, 0, "y", 0.3)]
+    rows += [row(1, 1, "z", -1.0, source="train.jsonl:9"), row(2, 0, "w", 0.8)]
     written, _ = pairs(tmp_path, rows)
-    first = {"prompt": MESSAGES, "chosen": "a", "rejected": "d", "chosen_reward": 1.0, "rejected_reward": 0.0, "step": 1}
-    second = first | {"chosen": "x", "rejected": "z", "chosen_reward": 2.0, "rejected_reward": -1.0, "source": "train.jsonl:9"}
-    third = first | {"chosen": "w", "rejected": "y", "chosen_reward": 0.8, "rejected_reward": 0.3, "step": 2}
-    assert written == [first, second, third]
+    keys = ("prompt", "chosen", "rejected", "chosen_reward", "rejected_reward", "step", "source")
+    values = [("a", "d", 1.0, 0.0, 1), ("x", "z", 2.0, -1.0, 1, "train.jsonl:9"), ("w", "y", 0.8, 0.3, 2)]
+    assert written == [dict(zip(keys, (MESSAGES, *row))) for row in values]
 
 
 def test_what_makes_no_pair_is_counted(tmp_path):
@@ -86,14 +85,16 @@ def test_written_pairs_load_with_the_prompt_of_the_run_and_one_system_prompt(tmp
 
 def test_every_wrong_line_is_named(tmp_path):
     good = row(1, 0, "a", 1.0)
-    rows = [good, "{", *({key: value for key, value in good.items() if key != left_out} for left_out in ("group", "messages"))]
-    rows += [good | {"reward": None}, good | {"reward": float("nan")}, good | {"status": "done"}, good | {"response": 3}]
-    rows += [good | {"step": True}, good | {"messages": MESSAGES[1:]}]
+    rows = [good, "{"]
+    rows += [{key: value for key, value in good.items() if key != missing} for missing in ("group", "messages")]
+    rows += [good | {"reward": reward} for reward in (None, float("nan"))]
+    wrong = {"status": "done", "response": 3, "step": True, "messages": MESSAGES[1:]}
+    rows += [good | {key: value} for key, value in wrong.items()]
     with pytest.raises(ConfigError, match=r"9 error\(s\)") as error:
         pairs(tmp_path, rows)
     lines = [line.partition("samples.jsonl:")[2] for line in str(error.value).splitlines()[1:]]
-    starts = ["2: not JSON", "3: group: given None", "4: messages", "5: reward: given None", "6: reward: given nan", "7: status",
-              "8: response: given 3", "9: step", "10: group 0 of step 1 has two prompts"]  # fmt: skip
+    starts = ["2: not JSON", "3: group: given None", "4: messages", "5: reward: given None", "6: reward: given nan",
+              "7: status", "8: response: given 3", "9: step", "10: group 0 of step 1 has two prompts"]  # fmt: skip
     for line, start in zip(lines, starts, strict=True):
         assert line.startswith(start), line
     assert not (tmp_path / "pairs.jsonl").exists()

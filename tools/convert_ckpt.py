@@ -3,8 +3,8 @@
 
     tools/convert_ckpt.py --to-hf RUN_OR_CKPT OUT [--max-shard-size 5GB]
 
-A reward model or critic becomes a sequence classifier: AutoModelForSequenceClassification of transformers gives its scores
-where the role has value_head_bias: false; its class has no bias.
+A reward model or critic becomes a sequence classifier with one label. transformers' AutoModelForSequenceClassification
+gives its scores where the role has value_head_bias: false, as it has no bias.
 """
 
 import argparse

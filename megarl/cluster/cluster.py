@@ -103,6 +103,7 @@ class Cluster:
             this_machine_only=self.config.cluster.ray_address is None,
             shared_gpus=shared_gpus,
             first_gpu=first_rank,
+            section=section,
         )
 
     def wait_servers(self) -> list[str]:

@@ -78,9 +78,9 @@ def read_answered(
 ) -> list[Sample]:
     """For each row a sample per key, in the order of the keys; group_id is the row's place, index the sample's.
 
-    A response is a text, or a list of one assistant message, that the end-of-turn token is appended to; the loss covers both.
-    Raises ConfigError naming every wrong row (file:line and key), two equal responses of a row among them, or where a prompt
-    exceeds max_prompt_tokens or a whole sequence `context_length`: nothing is dropped here.
+    A response is a text, or a list of one assistant message, that the end-of-turn token is appended to; the loss covers
+    both. Raises ConfigError naming every wrong row (file:line and key), two equal responses of a row among them, or
+    where a prompt exceeds max_prompt_tokens or a whole sequence `context_length`: nothing is dropped here.
     """
     chat.check_chat_template(tokenizer)
     if tokenizer.eos_token_id is None:
@@ -240,8 +240,8 @@ def _parse_response(
 ) -> str | None:
     """The text of a response; None where something was added to `errors`."""
     value = row.get(key)
-    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], dict) and value[0].get("role") == "assistant":
-        value = value[0].get("content")
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], dict):
+        value = value[0].get("content") if value[0].get("role") == "assistant" else None
     if not isinstance(value, str) or not value.strip():
         given = short(row.get(key))
         errors.append(f"{source}: {key}: wanted a non-empty string or a list of one assistant message, given {given}")

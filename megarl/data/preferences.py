@@ -29,9 +29,9 @@ def load_pairs(
 def scored(sample: Sample) -> Sample:
     """The sample with one token more, whose place holds the score of the whole sequence, and none trained but that one.
 
-    An engine's value at t is that of the tokens before t, so the place of the last token cannot hold it. What is added is
-    the last token once more; its id is of no consequence, as a causal mask hides it from all tokens before. Without the
-    other per-token fields, which speak of the sequence as it was.
+    An engine's value at t is that of the tokens before t, so the place of the last token cannot hold it. What is added
+    is the last token once more; its id is of no consequence, as a causal mask hides it from all tokens before. Without
+    the other per-token fields, which speak of the sequence as it was.
     """
     token_ids = torch.cat([sample.token_ids, sample.token_ids[-1:]])
     return Sample(

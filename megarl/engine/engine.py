@@ -150,8 +150,7 @@ class Engine:
     def evaluate(
         self, samples: list[Sample], loss: Loss, temperature: float = 1.0, pairs: bool = False
     ) -> dict[str, float]:
-        """The sums that `train_step` would report of these samples, without a gradient or an update; {} on ranks that do
-        not report."""
+        """The sums that `train_step` would report of these samples, without gradient or update; {} on ranks that do not."""
         self.require("score")
         _, batches = self._microbatches(samples, pairs)
         results = _sums(self._run(batches, _loss_head(loss), temperature, "none", forward_only=True))

@@ -113,9 +113,17 @@ class RolloutClient:
 
         `server_index` names one server; None spreads the sequences over all.
         """
-        requests = [self._request(i, _logprobs_body(ids), server_index) for i, ids in enumerate(token_ids)]
-        answers = self.start(_all(requests)).result()
-        return [input_logprobs(url, ids, answer) for ids, (url, answer) in zip(token_ids, answers, strict=True)]
+        return self.start_logprobs(token_ids, server_index).result()
+
+    def start_logprobs(self, token_ids: list[list[int]], server_index: int | None = None) -> concurrent.futures.Future:
+        """The same, beginning now."""
+
+        async def score() -> list[list[float]]:
+            requests = [self._request(i, _logprobs_body(ids), server_index) for i, ids in enumerate(token_ids)]
+            answers = await self._watched(_all(requests))
+            return [input_logprobs(url, ids, answer) for ids, (url, answer) in zip(token_ids, answers, strict=True)]
+
+        return self.start(score())
 
     def score_now(self, token_ids: list[int], timeout_s: float) -> concurrent.futures.Future:
         """Each server's log-probs of one sequence, as `logprobs` gives them: past the gate, and never tried again."""

@@ -79,13 +79,14 @@ class Server:
         host: str = "127.0.0.1",
         shared_gpus: str | None = None,
         first_gpu: int = 0,
+        section: str = "rollout",
     ):
-        """`shared_gpus`: those that a colocated actor has too, as CUDA_VISIBLE_DEVICES, and all of them, since a rank of the
+        """`section` of the config: for messages. `shared_gpus`: those that a colocated actor has too, as CUDA_VISIBLE_DEVICES, and all of them, since a rank of the
         server must see the GPU of whoever hands it weights; its own ranks are on those from place `first_gpu` on."""
         if device not in ("cpu", "cuda"):
             raise ConfigError(f"device: {device!r} is neither cpu nor cuda")
         if errors := check_server_args(server_args):
-            raise ConfigError("\n".join(f"rollout.server_args.{key}: {text}" for key, text in errors))
+            raise ConfigError("\n".join(f"{section}.server_args.{key}: {text}" for key, text in errors))
         self.model_path = str(model_path)
         self.dtype = dtype
         self.device = device
@@ -97,6 +98,7 @@ class Server:
         self.host = host
         self.shared_gpus = shared_gpus
         self.first_gpu = first_gpu
+        self.section = section
         self.port: int | None = port
         self._name = ""
         self._process: subprocess.Popen | None = None
@@ -133,7 +135,7 @@ class Server:
             elif time.monotonic() > self._deadline:
                 self.stop()
                 raise RunError(
-                    f"the SGLang server on {self.url} was not ready within rollout.start_timeout_s="
+                    f"the SGLang server on {self.url} was not ready within {self.section}.start_timeout_s="
                     f"{self.start_timeout_s:g} s; {self._log_text()}"
                 )
             time.sleep(POLL_S)
@@ -190,7 +192,7 @@ class Server:
         if self.port is None:
             self.port = free_port(self.host)
         elif not port_is_free(self.host, self.port):
-            raise RunError(f"rollout.ports: port {self.port} is in use on {self.host}")
+            raise RunError(f"{self.section}.ports: port {self.port} is in use on {self.host}")
         self._name = f"megarl-{uuid.uuid4().hex}"
         self._spawned += 1
         self.log_path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,5 @@
 """The teacher's servers as the trainer sees them: they score what the policy has written, and never change."""
 
-import asyncio
 import concurrent.futures
 from collections.abc import Callable
 from pathlib import Path
@@ -63,8 +62,7 @@ class Teacher:
         """The same, beginning now; the returned function waits for it and fills."""
         for sample in samples:
             self._check_tokens(sample)
-        token_ids = [sample.token_ids.tolist() for sample in samples]
-        pending = self.client.start(asyncio.to_thread(self.client.logprobs, token_ids))
+        pending = self.client.start_logprobs([sample.token_ids.tolist() for sample in samples])
 
         def wait() -> None:
             for sample, logprobs in zip(samples, self._result(pending), strict=True):
@@ -85,13 +83,9 @@ class Teacher:
             raise RunError(f"scoring by the teacher: {error}") from error
 
     def _check_tokens(self, sample: Sample) -> None:
-        """SGLang reports the vocabulary's last token as token 0, and `logprobs` takes no answer for other tokens."""
-        largest, limit = int(sample.token_ids.max()), self.vocab_size - 2
-        if largest > limit:
-            raise RunError(
-                f"{_name(sample)} has token {largest}, but the teacher's servers score tokens up to {limit}: its "
-                f"vocabulary has {self.vocab_size}, and SGLang does not report the last one (roles.teacher.path)"
-            )
+        """The policy's vocabulary may be padded beyond the teacher's."""
+        if (largest := int(sample.token_ids.max())) >= self.vocab_size:
+            raise RunError(f"{_name(sample)} has token {largest}, but the teacher (roles.teacher.path) has {self.vocab_size} tokens")
 
 
 def masked_logprobs(sample: Sample, logprobs: list[float]) -> torch.Tensor:

@@ -45,7 +45,7 @@ def test_exported_folder_gives_equal_logprobs_in_transformers(tmp_path, family, 
     shutil.rmtree(model)  # a checkpoint needs nothing beside itself
     about = run / "checkpoints" / "step_000007" / "megarl.json"
     assert json.loads(about.read_text()) == {"dtype": "float32", "head": "lm"}
-    if tied:  # the first checkpoints named no head
+    if tied:  # one that names no head is of a language model
         about.write_text('{"dtype": "float32"}')
     export = [sys.executable, TOOL, "--to-hf", run, tmp_path / "out", "--max-shard-size", "50KB"]
     subprocess.run(export, check=True, timeout=300)

@@ -123,8 +123,8 @@ def random_pairs(seed: int, num_pairs: int) -> list[Sample]:
 
 
 def pair_steps(rank, folder, batches, max_tokens, role):
-    """[(sums of train_step, of evaluate and of evaluate on an engine that cannot train, gradients) of each batch of pairs],
-    the weights staying as they are."""
+    """[(sums of train_step, of evaluate and of evaluate on an engine that cannot train, gradients) of each batch], the
+    weights staying as they are."""
     from megarl.engine.engine import Engine
 
     engine = make_engine(folder, max_tokens=max_tokens, **role)
@@ -135,7 +135,8 @@ def pair_steps(rank, folder, batches, max_tokens, role):
     for samples in batches:
         trained = engine.train_step(samples, loss, learning_rate=0.0, pairs=True)
         gradients = full_gradients(engine)
-        results.append((trained, engine.evaluate(samples, loss, pairs=True), frozen.evaluate(samples, loss, pairs=True), gradients))
+        evaluated = [e.evaluate(samples, loss, pairs=True) for e in (engine, frozen)]
+        results.append((trained, *evaluated, gradients))
     return results
 
 
@@ -148,8 +149,8 @@ def test_pairs_give_the_loss_and_gradients_of_one_large_batch_however_they_are_s
     split = run_ranks(pair_steps, 4, folder, batches, 40, role, **role)
     for (trained, *evaluated, gradients), *ranks in zip(large, *split, strict=True):
         metrics = trained.keys() - {"grad_norm", "skipped"}
-        assert metrics == evaluated[0].keys() >= {"loss", "margin", "nonfinite_logprobs"} and abs(trained["margin"]) > 0.01
-        assert evaluated[0] == evaluated[1]
+        assert metrics == evaluated[0].keys() >= {"loss", "margin", "nonfinite_logprobs"}
+        assert evaluated[0] == evaluated[1] and abs(trained["margin"]) > 0.01
         for key in metrics:
             sums = [sum(result[which].get(key, 0.0) for result in ranks) for which in range(3)]
             assert [evaluated[0][key], *sums] == pytest.approx([trained[key]] * 4, abs=1e-5, rel=1e-5), key

@@ -233,5 +233,7 @@ def test_a_response_that_cannot_be_trained_on_is_refused(answer, message):
 def test_scores_of_other_tokens_are_refused():
     answer = {"meta_info": {"input_token_logprobs": [[None, 1, None], [-0.25, 2, None]]}}
     assert input_logprobs("http://s", [1, 2], answer) == [0.0, -0.25]
+    last_of_the_vocabulary = {"meta_info": {"input_token_logprobs": [[None, 1, None], [-0.25, 0, None]]}}
+    assert input_logprobs("http://s", [1, 2], last_of_the_vocabulary) == [0.0, -0.25]
     with pytest.raises(RunError, match="other tokens than the 3"):
         input_logprobs("http://s", [1, 2, 3], answer)

@@ -16,11 +16,11 @@ from megarl.rollout.server import free_port
 
 
 def export_hf(run_or_checkpoint: str | Path, out: str | Path, max_shard_size: str = "5GB") -> str:
-    """Write `out` from a checkpoint folder, or from the last checkpoint of a run directory; returns a line that says so.
+    """Write `out` from a checkpoint folder, or from the last checkpoint of a run directory; returns a line about it.
 
-    Full tensors under HF names, in files of at most `max_shard_size`, in the dtype of training, vocabulary padding removed,
-    ties kept. A value head makes it a sequence classifier with one label. In this process, on CPU. Raises ConfigError where
-    there is no checkpoint or `out` exists.
+    Full tensors under HF names, in files of at most `max_shard_size`, in the dtype of training, vocabulary padding
+    removed, ties kept. A value head makes it a sequence classifier with one label. In this process, on CPU. Raises
+    ConfigError where there is no checkpoint or `out` exists.
     """
     source, out = find_checkpoint(Path(run_or_checkpoint)), Path(out)
     if out.exists():
@@ -30,14 +30,14 @@ def export_hf(run_or_checkpoint: str | Path, out: str | Path, max_shard_size: st
     partial.parent.mkdir(parents=True, exist_ok=True)
     checkpoint.copy_small_files(source / checkpoint.HF_FOLDER, partial)
     about = json.loads((source / "megarl.json").read_text())
-    head = about.get("head", "lm")  # not named in the first checkpoints, which were all of language models
+    head = about.get("head", "lm")  # a checkpoint that names none is of a language model
     config = json.loads((partial / "config.json").read_text())
     config = with_dtype(config, about["dtype"]) | (classifier_keys(config) if head == "value" else {})
     (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     tensors = full_tensors(source, about["dtype"], head, about.get("value_head_bias", False))
     written = f"wrote {out} from {source}"
     if head == "value":
-        # SGLang's classes for Qwen have a bias, which they leave at random where the folder has none.
+        # SGLang's classes for Qwen have a bias, which they leave at random values where the folder has none.
         bias = tensors.setdefault("score.bias", torch.zeros(1, dtype=tensors["score.weight"].dtype))
         if bias:
             written += f"; transformers leaves out its score.bias, so scores there are lower by {float(bias):g}"
@@ -67,8 +67,8 @@ def with_dtype(config: dict, dtype: str) -> dict:
 def classifier_keys(config: dict) -> dict:
     """What makes transformers and SGLang build a sequence classifier with one label.
 
-    transformers scores the last token that is not padding. Where the end-of-turn token pads, that would be the one before it:
-    without a padding token it scores single sequences rightly and refuses batches.
+    transformers scores the last token that is not padding. Where the end-of-turn token pads, that would be the one
+    before it: without a padding token it scores single sequences rightly and refuses batches.
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 

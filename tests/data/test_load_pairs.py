@@ -48,14 +48,14 @@ def test_a_row_gives_two_samples_of_one_prompt_the_chosen_one_first(tmp_path, to
 
 def test_all_wrong_rows_are_named_with_their_keys(tmp_path, tokenizer):
     rows = [{"question": "1?", "good": "2", "bad": "3"}, {"question": "1?", "good": "2"}, {"good": "2", "bad": "3"}]
-    rows += [{"question": "1?", "good": "2", "bad": assistant("2")}, {"question": "1?", "good": " ", "bad": "<|im_end|>"}]
-    rows += [{"question": "1?", "good": "2", "bad": "1" * 20}]
+    rows += [{"question": "1?", "good": "2", "bad": assistant("2")}, {"question": "1?", "good": "2", "bad": "1" * 20}]
+    rows += [{"question": "1?", "good": " ", "bad": "<|im_end|>"}]
     with pytest.raises(ConfigError, match=r"6 error\(s\)") as error:
         load(tmp_path, tokenizer, rows, context_length=29, chosen_key="good", rejected_key="bad")
     lines = [line.partition("pairs.jsonl:")[2] for line in str(error.value).splitlines()[1:]]
-    expected = ["2: bad: wanted", "3: no column question", "4: good, bad: the same text", "5: good: wanted", "5: bad: contains",
-                "6: bad: 31 tokens with the prompt > the model's context of 29"]  # fmt: skip
-    for line, start in zip(lines, expected, strict=True):
+    too_long = "5: bad: 31 tokens with the prompt > the model's context of 29"
+    starts = ["2: bad: wanted", "3: no column question", "4: good, bad: the same text", too_long, "6: good: wanted"]
+    for line, start in zip(lines, [*starts, "6: bad: contains"], strict=True):
         assert line.startswith(start), line
 
 
