@@ -19,7 +19,7 @@ __all__ = ["Config", "check", "describe", "load"]
 class ToyConfig(Section):
     """Write the toy model, tokenizer and word problems of `megarl.data.toy` before the run, unless they are there."""
 
-    folder: str = Field("runs/toy", description="receives model/, train.jsonl, validation.jsonl, warm_start.jsonl")
+    folder: str = Field("runs/toy", description="receives model/ and JSONL files: train, validation, warm_start, preferences, preferences_validation")
     seed: int = 0
 
 

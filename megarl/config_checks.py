@@ -190,13 +190,18 @@ def check_roles(config: "Config") -> Iterator[Violation]:
 def check_placement(config: "Config") -> Iterator[Violation]:
     if config.placement == "disaggregated" or not config.servers:
         return
-    actor, rollout = config.roles.actor, config.rollout
-    if actor.offload not in (None, "all"):
-        text = f"given {actor.offload}, but with placement: colocated the actor leaves its GPUs to the servers; valid: all"
-        yield Violation(text, ("roles.actor.offload", "placement"))
-    if actor.nodes > 1:
-        text = f"given {actor.nodes}, but placement: colocated hands weights over inside one machine; valid: 1"
-        yield Violation(text, ("roles.actor.nodes", "placement"))
+    actor, critic, rollout = config.roles.actor, config.roles.critic, config.rollout
+    for name, role in config.roles.megatron.items():
+        if role.offload not in (None, "all"):
+            text = f"given {role.offload}, but with placement: colocated the {name} leaves its GPUs to the servers; valid: all"
+            yield Violation(text, (f"roles.{name}.offload", "placement"))
+        if role.nodes > 1:
+            text = f"given {role.nodes}, but placement: colocated hands weights over inside one machine; valid: 1"
+            yield Violation(text, (f"roles.{name}.nodes", "placement"))
+    if critic and critic.gpus_per_node > actor.gpus_per_node:
+        text = f"given {critic.gpus_per_node}, but with placement: colocated the critic shares the GPUs of the actor, which has "
+        text += f"{actor.gpus_per_node}"
+        yield Violation(text, ("roles.critic.gpus_per_node", "roles.actor.gpus_per_node", "placement"))
     needed = rollout.servers * rollout.tensor_parallel
     if needed > actor.gpus_per_node:
         yield Violation(

@@ -42,7 +42,8 @@ def needs(config: "Config", gpus_per_rank: int) -> list[tuple[str, str, int, flo
     rows = []
     for name, role in config.roles.megatron.items():
         cpus = role.world_size * role.rank_cpus(device)
-        rows.append((name, f"{role.nodes} x {role.gpus_per_node} ranks", role.world_size * gpus_per_rank, cpus))
+        gpus = 0 if name == "critic" and config.placement == "colocated" else role.world_size * gpus_per_rank
+        rows.append((name, f"{role.nodes} x {role.gpus_per_node} ranks", gpus, cpus))
     for section, group in config.servers.items():
         shares = section == "rollout" and config.placement == "colocated"
         gpus = 0 if shares else group.servers * group.tensor_parallel * gpus_per_rank

@@ -32,6 +32,14 @@ from megarl.warm_start import warm_start
 
 # Mean difference of log-probs between trainer and server that two right implementations of one model stay below.
 LOGPROB_DIFF_LIMIT = {"float32": 1e-4, "bfloat16": 0.05}
+# stage of a step -> what (actor, critic) hold on their GPUs
+PHASES: dict[str, tuple[Phase, Phase]] = {
+    "generate": ("generate", "generate"),
+    "score": ("score", "score"),
+    "update": ("update", "update"),
+    "update the critic": ("generate", "update"),  # on shared GPUs; then the Updater lets the actor take them
+    "push": ("score", "generate"),
+}
 
 
 def train(config: Config, command: list[str]) -> Path:
@@ -103,7 +111,6 @@ class Trainer:
         if config.placement == "colocated":
             fleet.connect()  # a server takes its share of what is free at its start: the actor comes after it
         actor = cluster.start_role("actor")
-        critic = cluster.start_role("critic") if config.roles.critic else None
         for what, how in actor.live_paths.items():
             console.line(f"  {what + ':':18} {how}")
         if config.debug.sync_checksum:
@@ -113,8 +120,13 @@ class Trainer:
         if config.roles.reference.enabled:
             actor.capture_reference(config.roles.reference.ema_decay)
         actor.use_optimizer(config.roles.actor.optimizer)
-        if critic:
+        critic = None
+        if config.roles.critic:
+            actor.place("generate")  # the critic may need its GPUs
+            critic = cluster.start_role("critic")
             critic.use_optimizer(config.roles.critic.optimizer)
+            critic.place("generate")
+            actor.place("score")
         fleet.attach(actor)
         teacher = stack.enter_context(Teacher(config, cluster)) if config.roles.teacher else None
         if teacher:
@@ -161,7 +173,7 @@ class Trainer:
         if self.config.trainer.is_due(step, self.config.trainer.save_every):
             with timed(times, "save"):  # now: a push may send the weights to host memory
                 self.save(f"step_{step:06d}")
-        self.place("score", times)
+        self.place("push", times)
         self.refresh_reference(step, times)
         with timed(times, "sync"):
             metrics |= self.fleet.push(version=step)
@@ -177,21 +189,24 @@ class Trainer:
             "perf/tokens_per_s": num_tokens / times["step"],
         }
 
-    def place(self, phase: Phase, times: dict[str, float]) -> None:
-        """Hold on the GPUs of actor and critic what `phase` needs, and in host memory the rest, as far as the config says;
-        servers that share the actor's leave first. A push gives the GPUs back to those."""
-        if self.shares_memory:
-            with timed(times, "offload"):
-                if phase != "generate":
-                    self.fleet.make_room()
-                self.actor.place(phase)
-        if self.critic and self.config.roles.critic.offload not in (None, "none"):
-            with timed(times, "offload"):
-                self.critic.place(phase)
+    def place(self, stage: str, times: dict[str, float]) -> None:
+        """Hold on the GPUs of actor and critic what a stage needs, and in host memory the rest, as far as the config says;
+        servers that share them leave first. A push gives the GPUs back to those."""
+        if not self.shares_memory:
+            return
+        if stage == "update" and self.updater.in_turns:
+            stage = "update the critic"
+        roles = [(role, phase) for role, phase in zip((self.actor, self.critic), PHASES[stage]) if role]
+        with timed(times, "offload"):
+            if stage != "generate":
+                self.fleet.make_room()
+            for role, phase in sorted(roles, key=lambda placed: placed[1] != "generate"):  # who leaves goes first
+                role.place(phase)
 
     @property
     def shares_memory(self) -> bool:
-        return self.config.placement == "colocated" or self.config.roles.actor.offload not in (None, "none")
+        offloads = [role.offload for role in self.config.roles.megatron.values()]
+        return self.config.placement == "colocated" or any(offload not in (None, "none") for offload in offloads)
 
     def memory(self, phase: Phase) -> dict[str, float]:
         """What is taken of the fullest of the actor's GPUs at the end of a phase, by everything."""

@@ -1,6 +1,7 @@
 """The optimizer steps of an iteration: mini-batches of its samples through the actor, and the critic beside it."""
 
 import random
+from collections.abc import Callable
 from functools import partial
 
 from megarl.algorithms.losses import policy_loss
@@ -14,6 +15,10 @@ from megarl.sample import Sample
 from megarl.schedule import learning_rate
 
 
+# (where its result goes, its samples, what waits for it) of updates that run
+Started = list[tuple["Results", list[Sample], Callable[[], dict[str, float]]]]
+
+
 class Updater:
     def __init__(self, config: Config, actor: RoleGroup, critic: RoleGroup | None, console: Console, skipped: SkippedUpdates):
         self.config = config
@@ -23,6 +28,7 @@ class Updater:
         self.skipped = skipped
         algorithm = config.algorithm
         self.entropy = algorithm.entropy_coefficient > 0
+        self.in_turns = critic is not None and config.placement == "colocated"  # on the same GPUs, one after the other
         keywords = keywords_of(policy_loss, algorithm) | {"aggregation_length": config.aggregation_length}
         self.policy_loss = partial(policy_loss, kind=algorithm.policy_loss, **keywords)
         self.value_loss = partial(value_loss, clip=algorithm.value_clip)
@@ -33,26 +39,32 @@ class Updater:
         For the actor a mini-batch with neither an advantage nor a KL or entropy term has nothing to teach: its weights
         and its optimizer's state stay as they are, weight decay and momentum included.
         """
-        algorithm, steps, temperature = self.config.algorithm, self.config.trainer.steps, self.config.rollout.sampling.temperature
-        only_critic = step <= algorithm.critic_warmup_steps
-        rate = learning_rate(self.config.roles.actor.optimizer, step, steps)
-        critic_rate = learning_rate(self.config.roles.critic.optimizer, step, steps) if self.critic else 0.0
+        steps, roles = self.config.trainer.steps, self.config.roles
+        only_critic = step <= self.config.algorithm.critic_warmup_steps
+        rate = learning_rate(roles.actor.optimizer, step, steps)
+        critic_rate = learning_rate(roles.critic.optimizer, step, steps) if self.critic else 0.0
         loss = partial(self.policy_loss, kl_coefficient=kl_coefficient)
+        temperature = self.config.rollout.sampling.temperature
         policy, value = Results("loss/policy"), Results("loss/value")
-        for mini_batch in self.mini_batches(samples, step):
-            waiting = []
-            if self.critic:
-                waiting.append((value, self.critic.start_train_step(mini_batch, self.value_loss, critic_rate)))
+
+        def start_critic(mini_batch: list[Sample]) -> Started:
+            return [(value, mini_batch, self.critic.start_train_step(mini_batch, self.value_loss, critic_rate))]
+
+        def start_actor(mini_batch: list[Sample]) -> Started:
             teaches = kl_coefficient > 0 or self.entropy or any(sample.advantages.any() for sample in mini_batch)
-            if teaches and not only_critic:
-                waiting.append((policy, self.actor.start_train_step(mini_batch, loss, rate, temperature, self.entropy)))
-            for results, wait in waiting:
-                result = wait()
-                results.num_tried += 1
-                if result["skipped"]:
-                    self.skipped.add(f"step_{step:06d}", mini_batch, why_skipped(result))
-                else:
-                    results.add(result, mini_batch)
+            if only_critic or not teaches:
+                return []
+            return [(policy, mini_batch, self.actor.start_train_step(mini_batch, loss, rate, temperature, self.entropy))]
+
+        mini_batches = list(self.mini_batches(samples, step))
+        if self.in_turns:
+            self.wait([started for batch in mini_batches for started in start_critic(batch)], step)
+            self.critic.place("generate")
+            self.actor.place("update")
+            self.wait([started for batch in mini_batches for started in start_actor(batch)], step)
+        else:
+            for batch in mini_batches:
+                self.wait([*(start_critic(batch) if self.critic else ()), *start_actor(batch)], step)
         if not policy.num_tried and not only_critic:
             self.console.line("warning: no sample has an advantage (are the rewards of every group equal?), so this step changes nothing")
         metrics = {"learning_rate": rate}
@@ -63,6 +75,15 @@ class Updater:
         if only_critic:
             return metrics
         return metrics | policy.means({"grad_norm": "grad_norm"}, {"clip/ratio": "clipped", "kl/old": "kl_old"})
+
+    def wait(self, started: Started, step: int) -> None:
+        for results, mini_batch, wait in started:
+            result = wait()
+            results.num_tried += 1
+            if result["skipped"]:
+                self.skipped.add(f"step_{step:06d}", mini_batch, why_skipped(result))
+            else:
+                results.add(result, mini_batch)
 
     def mini_batches(self, samples: list[Sample], step: int):
         """`algorithm.epochs` times all samples, each time in another order."""

@@ -4,7 +4,7 @@ import pytest
 from end_to_end import ROOT, Run, run_tool, steps
 
 NUM_STEPS = 40
-PPO = ("algorithm.name=ppo", "roles.critic.optimizer.learning_rate=1e-3", "algorithm.critic_warmup_steps=3")
+PPO = ("algorithm.name=ppo", "rollout.cpus_per_server=0.5", "roles.critic.optimizer.learning_rate=1e-3", "algorithm.critic_warmup_steps=3")
 RUNS = {
     "grpo": (),
     "rloo": ("algorithm.name=rloo", "algorithm.kl_coefficient=0.001"),

@@ -202,6 +202,10 @@ def test_servers_that_share_the_actors_gpus_fit_them_and_it_leaves_them(folder):
     assert "servers * tensor_parallel = 3 * 1 = 3, but" in line and line.endswith("roles.actor.gpus_per_node = 2")
     assert only(refusal(*colocated, "roles.actor.offload=optimizer")).endswith("leaves its GPUs to the servers; valid: all")
     assert only(refusal(*colocated, "roles.actor.nodes=2")).endswith("inside one machine; valid: 1")
+    ppo = [*colocated, "algorithm.name=ppo"]
+    load("base.yaml", [*ppo, "roles.critic={gpus_per_node: 2, tensor_parallel: 2}"])
+    assert only(refusal(*ppo, "roles.critic.gpus_per_node=3")).endswith("shares the GPUs of the actor, which has 2")
+    assert "the critic leaves its GPUs" in only(refusal(*ppo, "roles.critic.offload=none"))
 
 
 def test_checksums_need_gpus(folder):

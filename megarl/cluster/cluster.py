@@ -83,7 +83,7 @@ class Cluster:
         if section == "rollout" and self._colocated:  # the rank has the bundle's GPU, and both use it
             group, bundle, gpus = self._role_groups("actor")[0], first_rank, 0
             cpus = placement.colocated_cpus(self.config)
-            shared_gpus = self._actor_gpus() if self.device == "cuda" else None
+            shared_gpus = ",".join(self._actor_gpus()) if self.device == "cuda" else None
         else:
             group, bundle, gpus = self._role_groups(kind)[index], 0, servers.tensor_parallel
             cpus = servers.cpus_per_server
@@ -172,7 +172,7 @@ class Cluster:
         sees differences of values only, so the head has no bias.
         """
         role = self.config.roles.megatron[name]
-        if self._colocated and name == "actor":
+        if self._colocated:
             role = role.model_copy(update={"offload": "all"})
         head = head or ("value" if name == "critic" else "lm")
         if head == "value" and not isinstance(role, CriticConfig):
@@ -191,15 +191,17 @@ class Cluster:
         if name in self._roles:
             return self._roles[name]
         role = self.config.roles.megatron[name]
-        groups = self._role_groups(name)
+        shares = self._colocated and name == "critic"  # the actor's bundles and their GPUs
+        groups = self._role_groups("actor" if shares else name)
+        gpus = self._actor_gpus() if shares and self.device == "cuda" else [None] * role.world_size
         logs = [self.log_directory / f"{name}-{rank}.log" for rank in range(role.world_size)]
         nodes = [node_of(group) for group in groups for _ in range(role.gpus_per_node)]
         handles = []
         for rank, log in enumerate(logs):
             node, bundle = divmod(rank, role.gpus_per_node)
             cpus = role.rank_cpus(self.device)
-            options = self._in_bundle(f"{name}/{rank}", groups[node], bundle, cpus, 1, self._rank_environment())
-            handle = ray.remote(EngineWorker).options(**options).remote(rank, str(log))
+            options = self._in_bundle(f"{name}/{rank}", groups[node], bundle, cpus, int(not shares), self._rank_environment())
+            handle = ray.remote(EngineWorker).options(**options).remote(rank, str(log), gpus[rank])
             handles.append(handle)
             self._on_exit.callback(ray.kill, handle)
         self._roles[name] = RoleGroup(name, handles, logs, nodes, self.config.cluster.call_timeout_s)
@@ -209,9 +211,9 @@ class Cluster:
     def _colocated(self) -> bool:
         return self.config.placement == "colocated"
 
-    def _actor_gpus(self) -> str:
-        """The actor's GPUs in rank order, as CUDA_VISIBLE_DEVICES."""
-        return ",".join(self._ranks("actor").visible_gpus(self.config.cluster.start_timeout_s))
+    def _actor_gpus(self) -> list[str]:
+        """The actor's GPUs in rank order, each as CUDA_VISIBLE_DEVICES names it."""
+        return self._ranks("actor").visible_gpus(self.config.cluster.start_timeout_s)
 
     def _role_groups(self, role: str) -> list:
         return [group for request, group in zip(self._requests, self._groups) if request.role == role]

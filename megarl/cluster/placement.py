@@ -43,13 +43,17 @@ class GroupRequest:
 def group_requests(config: Config, device: str) -> list[GroupRequest]:
     """The groups that a run needs, those of the Megatron roles first: one bundle per rank, one per server.
 
-    A colocated rollout server has no group: it lives in the bundle of the actor's rank whose GPU is its first.
+    Colocated, rollout servers and the critic have no groups: a server lives in the bundle of the actor's rank whose GPU is
+    its first, a rank of the critic in that of the actor's rank of its number.
     """
     on_gpu, colocated = device == "cuda", config.placement == "colocated"
-    requests = []
-    for name, role in config.roles.megatron.items():
-        cpus = role.rank_cpus(device) + (colocated_cpus(config) if colocated and name == "actor" else 0)
-        requests += [GroupRequest(name, role.gpus_per_node, cpus, float(on_gpu))] * role.nodes
+    roles, requests = config.roles.megatron, []
+    for name, role in roles.items():
+        cpus = role.rank_cpus(device)
+        if colocated and name == "actor":
+            cpus += colocated_cpus(config) + (roles["critic"].rank_cpus(device) if "critic" in roles else 0)
+        if not (colocated and name == "critic"):
+            requests += [GroupRequest(name, role.gpus_per_node, cpus, float(on_gpu))] * role.nodes
     for section, servers in config.servers.items():
         if not (colocated and section == "rollout"):
             group = GroupRequest(SERVERS[section], 1, servers.cpus_per_server, float(servers.tensor_parallel * on_gpu))

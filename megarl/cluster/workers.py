@@ -18,10 +18,13 @@ DYING_S = 5.0  # for a server whose connections broke to end
 class EngineWorker:
     """One rank: holds the Engine for `RoleGroup`."""
 
-    def __init__(self, rank: int, log_path: str):
+    def __init__(self, rank: int, log_path: str, gpu: str | None):
+        """`gpu`: one that the rank shares with another role's, as CUDA_VISIBLE_DEVICES; None: what Ray gives it."""
         import ray
 
         self.rank = rank
+        if gpu is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = gpu
         redirect_output(log_path)
         # Else gloo takes what the host name resolves to: often the loopback, which other nodes cannot reach.
         if interface := interface_of(ray.util.get_node_ip_address()):

@@ -106,6 +106,13 @@ def test_colocated_rollout_servers_share_the_actors_bundles_and_the_teachers_do_
     assert requests_of("cuda", **distillation) == [GroupRequest("actor", 2, 1.5, 1), *[teacher_server] * 2]
 
 
+def test_a_colocated_critic_shares_the_actors_bundles():
+    ppo = {"algorithm": {"name": "ppo"}, "placement": "colocated"}
+    roles = {"actor": ROLES["actor"], "critic": {"cpus_per_rank": 2.0}}
+    assert requests_of("cuda", **ppo, roles=roles) == [GroupRequest("actor", 2, 3.5, 1)]
+    assert requests_of("cuda", algorithm=ppo["algorithm"], roles=roles)[1] == GroupRequest("critic", 1, 2, 1)
+
+
 @pytest.mark.parametrize("name", ["sft", "dpo", "reward_model"])
 def test_supervised_runs_have_no_servers(name):
     assert requests_of("cpu", roles={"actor": ROLES["actor"]}, algorithm={"name": name}) == [GroupRequest("actor", 2, 0.5, 0)]
