@@ -8,6 +8,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -21,13 +22,15 @@ RUNS = {"seed 1": ["seed=1"], "seed 2": ["seed=2"], "seed 3": ["seed=3"], "shuff
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/quickstart_cpu.json")
-    out = parser.parse_args().out
-    results = {label: run(label, overrides) for label, overrides in RUNS.items()}
-    env = results["seed 1"].pop("env")
-    for result in results.values():
-        result.pop("env", None)
+    measure("python benchmarks/quickstart.py", RUNS, parser.parse_args().out)
+
+
+def measure(command: str, runs: dict[str, list[str]], out: Path) -> None:
+    """Run the quickstart with each label's overrides, keep the figures in `out` and print a table of them."""
+    results = {label: run(label, overrides) for label, overrides in runs.items()}
+    env = [result.pop("env") for result in results.values()][0]
     report = {
-        "command": "python benchmarks/quickstart.py",
+        "command": command,
         "date": time.strftime("%Y-%m-%d"),
         "machine": {"cpu": cpu_name(), "cores": len(os.sched_getaffinity(0)), "platform": platform.platform()},
         "versions": env["versions"],
@@ -39,7 +42,7 @@ def main() -> None:
 
 
 def run(label: str, overrides: list[str]) -> dict:
-    name = f"benchmark-{label.replace(' ', '-')}-{time.strftime('%Y%m%d-%H%M%S')}"
+    name = f"benchmark-{re.sub('[^a-z0-9]+', '-', label)}-{time.strftime('%Y%m%d-%H%M%S')}"
     command = [sys.executable, "-m", "megarl", "train", "configs/quickstart.yaml", f"name={name}", *overrides]
     start = time.perf_counter()
     subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, timeout=1800)
@@ -56,7 +59,7 @@ def run(label: str, overrides: list[str]) -> dict:
         "last_10": statistics.mean(rewards[-10:]),
         "held_out_before": accuracy[0],
         "held_out_after": accuracy[-1],
-        "logprob_diff_mean_max": max(line["rollout/logprob_diff_mean"] for line in steps),
+        "logprob_diff_mean_max": max((line.get("rollout/logprob_diff_mean", 0.0) for line in steps)),
         "step_s_median": statistics.median(line["time/step_s"] for line in steps),
         "tokens_per_s_median": statistics.median(line["perf/tokens_per_s"] for line in steps),
         "rewards": rewards,

@@ -179,7 +179,7 @@ def load_hf_weights(chunks: list[GPTModel], shape: ModelShape, model_path: str |
     """Fill this rank's shards from the folder's safetensors, one full tensor at a time; a value head that the folder lacks
     keeps its initial weights.
 
-    Raises ConfigError naming every tensor that the folder lacks.
+    Raises ConfigError naming every tensor that the folder lacks, or a bias of its value head that this one has no place for.
     """
     where = hf_tensor_files(Path(model_path))
     wanted = [
@@ -192,8 +192,15 @@ def load_hf_weights(chunks: list[GPTModel], shape: ModelShape, model_path: str |
     if missing:
         raise ConfigError(f"model.path: {model_path} lacks the tensors {', '.join(missing[:10])} ({len(missing)} in all)")
     opened = {file: safe_open(file, framework="pt") for file in set(where.values())}
+
+    def read(name: str) -> torch.Tensor:
+        return opened[where[name]].get_tensor(name)
+
+    lines = {key.line for key, _ in wanted}
+    if "value_head.weight" in lines and "value_head.bias" not in lines and "score.bias" in where and read("score.bias").any():
+        raise ConfigError(f"{model_path} has a score.bias of {read('score.bias').item():g}, and the value head has none (value_head_bias)")
     for key, parameter in wanted:
-        load_shard(shape, key, parameter, lambda name: opened[where[name]].get_tensor(name), *tensor_parallel_place(key))
+        load_shard(shape, key, parameter, read, *tensor_parallel_place(key))
 
 
 def tensor_parallel_place(key: Parameter) -> tuple[int, int]:

@@ -23,6 +23,7 @@ def sample_metrics(samples: list[Sample], group_size: int) -> dict[str, float]:
     return metrics | parts | {
         "reward/mean": rewards_PG.mean().item(),
         "reward/std": rewards_PG.std(unbiased=False).item(),
+        "group/zero_variance_groups": constant_P.sum().item(),
         "group/zero_std_ratio": constant_P.double().mean().item(),
     }
 

@@ -104,6 +104,29 @@ def test_reference_logprobs_are_those_of_the_captured_weights_and_leave_the_acto
     assert run_ranks(reference_check, 2, folder, dtype, tensor_parallel=2) == [(True, True, True)] * 2
 
 
+def moving_reference(rank, folder, dtype):
+    """Distances of the reference's weights from 0.75 * first + 0.25 * second, then once more; and from a plain copy."""
+    engine = make_engine(folder, dtype)
+    engine.use_optimizer(OptimizerConfig())
+    expected = weights(engine).float()
+    engine.capture_reference(0.75)
+    distances = []
+    for ema_decay in (0.75, 0.75, None):
+        engine.train_step([sample([5, 6, 7, 8, 9])], sft_loss, 1e-2, 1.0)
+        expected = weights(engine).float() if ema_decay is None else 0.75 * expected + 0.25 * weights(engine).float()
+        engine.capture_reference(ema_decay)
+        with engine._reference_weights():
+            distances.append((weights(engine) - expected.to(engine.dtype)).abs().max().item())
+    moved = (weights(engine).float() - expected).abs().max().item()
+    return distances, moved
+
+
+@pytest.mark.parametrize("dtype, rounding", [("float32", 1e-6), ("bfloat16", 0.0)])
+def test_a_moving_reference_is_an_average_in_float32(folder, dtype, rounding):
+    for distances, moved in run_ranks(moving_reference, 1, folder, dtype):
+        assert max(distances) <= rounding and moved == 0
+
+
 def nan_loss(logprobs, batch):
     return logprobs.sum() * float("nan"), {}
 

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from megarl.algorithms.preference_losses import bradley_terry_loss
 from megarl.config import CriticConfig, ModelConfig, OptimizerConfig
 from megarl.data.preferences import scored
+from megarl.errors import ConfigError
 from megarl.sample import Prompt, Sample
 
 EOS = 2
@@ -31,7 +32,8 @@ def score(engine):
 
 
 def train_save_export(rank, model, folder, bias):
-    """(scores after a step, those of an engine that starts from the exported folder, what the export says)."""
+    """(scores after a step, those of an engine that starts from the exported folder, what the export says, why one without a bias
+    cannot)."""
     from megarl.engine import checkpoint, parallel
     from megarl.engine.hf.export import export_hf
     from megarl.rollout.server import free_port
@@ -46,7 +48,12 @@ def train_save_export(rank, model, folder, bias):
     parallel.shutdown()
     said = export_hf(folder / "checkpoint", folder / "out")
     parallel.initialize(0, 1, "127.0.0.1", free_port("127.0.0.1"), CriticConfig(), seed=1)
-    return score(engine), score(value_engine(folder / "out", bias is not None)), said
+    refused = ""
+    try:
+        value_engine(folder / "out", bias=False)
+    except ConfigError as error:
+        refused = str(error)
+    return score(engine), score(value_engine(folder / "out", bias is not None)), said, refused
 
 
 CASES = {  # family, tied, bias of the head, config.json
@@ -61,9 +68,10 @@ def test_scores_are_those_of_transformers_and_survive_the_export(tmp_path, case)
 
     family, tied, bias, ids = CASES[case]
     model = write_hf_model(tmp_path / "model", family, tied, vocab_size=101, num_layers=2, **ids)
-    ((scores, again, said),) = run_ranks(train_save_export, 1, model, tmp_path, bias)
+    ((scores, again, said, refused),) = run_ranks(train_save_export, 1, model, tmp_path, bias)
     assert again == pytest.approx(scores, abs=1e-6) and len(set(scores)) == len(scores)
     assert ("scores there are lower by 0.75" in said) == (bias is not None), said
+    assert ("a score.bias of 0.75, and the value head has none" in refused) == (bias is not None), refused
 
     out = tmp_path / "out"
     tensors = {name: tensor for file in out.glob("*.safetensors") for name, tensor in load_file(file).items()}
