@@ -31,7 +31,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="megarl", description=megarl.__doc__, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"megarl {megarl.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    train_parser = commands.add_parser("train", help="train a model by reinforcement learning", allow_abbrev=False)
+    train_parser = commands.add_parser("train", help="train a model", allow_abbrev=False)
     train_parser.add_argument("config", help="YAML file, see configs/")
     train_parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="override a key of the file")
     train_parser.add_argument("--dry-run", action="store_true", help="check and print the config and what it needs")
@@ -50,10 +50,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def train(options: argparse.Namespace, command: list[str]) -> int:
     config = load(options.config, options.overrides)
+    refuse_used_run(config)
     if options.dry_run:
         print(describe(config), end="")
         return 0
-    refuse_used_run(config)
     if resolve_device(config) == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch is loaded, here and in every child
     from megarl import trainer

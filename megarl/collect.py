@@ -46,6 +46,9 @@ class Collector:
             generated += samples
             num_rounds += 1
         chosen, self.kept = self.kept[:num_prompts], self.kept[num_prompts:]
+        step_samples = sum(chosen or _groups(generated, algorithm.group_size)[:num_prompts], [])
+        for index, sample in enumerate(step_samples):
+            sample.index = index
         metrics = sample_metrics(generated, algorithm.group_size) | {
             "dynamic_sampling/rounds": num_rounds,
             "dynamic_sampling/generated_groups": len(generated) // algorithm.group_size,
@@ -53,7 +56,7 @@ class Collector:
             "dynamic_sampling/kept_groups": len(self.kept),
             "dynamic_sampling/missing_groups": num_prompts - len(chosen),
         }
-        return sum(chosen or _groups(generated, algorithm.group_size)[:num_prompts], []), generated, metrics
+        return step_samples, generated, metrics
 
     def _round(self, num_prompts: int, step: int, times: dict[str, float]) -> list[Sample]:
         group_size, version = self.config.algorithm.group_size, step - 1
@@ -78,7 +81,7 @@ def _groups(samples: list[Sample], group_size: int) -> list[list[Sample]]:
 
 
 def shuffle_rewards(samples: list[Sample], seed: int, number: int) -> None:
-    rewards = [sample.reward for sample in samples]
+    rewards = [(sample.reward, sample.reward_parts) for sample in samples]
     random.Random(f"{seed} {number}").shuffle(rewards)
-    for sample, reward in zip(samples, rewards):
-        sample.reward = reward
+    for sample, (reward, parts) in zip(samples, rewards):
+        sample.reward, sample.reward_parts = reward, parts

@@ -19,7 +19,11 @@ __all__ = ["Config", "check", "describe", "load"]
 class ToyConfig(Section):
     """Write the toy model, tokenizer and word problems of `megarl.data.toy` before the run, unless they are there."""
 
-    folder: str = Field("runs/toy", description="receives model/ and JSONL files: train, validation, warm_start, preferences, preferences_validation")
+    folder: str = Field(
+        "runs/toy",
+        description="receives model/ and JSONL files: train, validation, warm_start, preferences and "
+        "preferences_validation",
+    )
     seed: int = 0
 
 
@@ -32,15 +36,21 @@ class ModelConfig(Section):
 
 
 class DataConfig(Section):
-    train: str = Field(description="JSONL file of prompts; with an answer each for sft, with two for dpo, ipo and reward_model")
+    train: str = Field(
+        description="JSONL file of prompts; with a response each for sft, with two for dpo, ipo and reward_model"
+    )
     validation: str | None = Field(None, description="JSONL file of held-out rows of the same kind")
     prompt_key: str = Field("prompt", description="column with the user's text, or with a list of messages")
     answer_key: str | None = Field("answer", description="column with the reference answer; null: none")
-    response_key: str = Field("response", description="column with the text that sft trains on")
+    response_key: str = Field("response", description="column with the text that sft and a warm start train on")
     chosen_key: str = Field("chosen", description="column with the preferred of two responses")
     rejected_key: str = Field("rejected", description="column with the other one")
     system_prompt: str | None = None
-    max_prompt_tokens: int = Field(1024, ge=1, description="templated length; longer prompts are dropped, with a count")
+    max_prompt_tokens: int = Field(
+        1024,
+        ge=1,
+        description="templated length; longer prompts are dropped, with a count, and refused where they have responses",
+    )
 
 
 class OptimizerConfig(Section):
@@ -68,9 +78,9 @@ class WarmStartOptimizerConfig(OptimizerConfig):
 
 
 class WarmStartConfig(Section):
-    """A short supervised start on worked answers, by the same engine: the usual remedy for all-zero rewards."""
+    """A short supervised start on worked responses, by the same engine: the usual remedy for all-zero rewards."""
 
-    data: str | None = Field(None, description="JSONL with `prompt_key` and `response`; null: no warm start")
+    data: str | None = Field(None, description="JSONL with data.prompt_key and data.response_key; null: no warm start")
     steps: int = Field(600, ge=1)
     batch_size: int = Field(64, ge=1, description="in samples")
     optimizer: WarmStartOptimizerConfig = WarmStartOptimizerConfig()
@@ -85,7 +95,9 @@ class RoleConfig(Section):
     nodes: int = Field(1, ge=1)
     gpus_per_node: int = Field(1, ge=1, description="ranks per node; on CPU: processes")
     tensor_parallel: int = Field(1, ge=1)
-    tensor_parallel_across_nodes: bool = Field(False, description="let a TP group fill several nodes, over their network")
+    tensor_parallel_across_nodes: bool = Field(
+        False, description="let a TP group fill several nodes, over their network"
+    )
     sequence_parallel: bool = Field(False, description="split norms and their activations over the TP ranks too")
     pipeline_parallel: int = Field(1, ge=1)
     virtual_pipeline_parallel: int = Field(1, ge=1, description="model chunks per pipeline rank: > 1 interleaves them")
@@ -103,8 +115,8 @@ class RoleConfig(Section):
     )
     offload: Literal["none", "optimizer", "all"] | None = Field(
         None,
-        description="to host memory: the optimizer and gradients outside of updates; all: weights too while generating; "
-        "null: all where servers share the GPUs, else none",
+        description="to host memory: the optimizer and gradients outside of updates; all: weights too while "
+        "generating; null: all where servers share the GPUs, else none",
     )
     cpus_per_rank: float | None = Field(None, gt=0, description="null: 0.5 on CPU, 1 on GPU")
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -135,8 +147,14 @@ class RoleConfig(Section):
 class CriticConfig(RoleConfig):
     """A model of its own with one value per token in place of the logits."""
 
-    path: str | None = Field(None, description="Hugging Face folder that it starts from, e.g. an exported reward model; null: model.path")
-    value_head_std: float = Field(0.001, ge=0, description="of the head's initial weights, drawn from a normal distribution")
+    path: str | None = Field(
+        None,
+        description="Hugging Face folder that it starts from, e.g. an exported reward model; null: model.path, as it "
+        "is before a warm start",
+    )
+    value_head_std: float = Field(
+        0.001, ge=0, description="of the head's initial weights, drawn from a normal distribution"
+    )
     value_head_bias: bool = Field(True, description="a bias, initially 0")
 
 
@@ -160,7 +178,7 @@ class ServersConfig(Section):
 
 
 class TeacherConfig(ServersConfig):
-    """A served model whose log-probs `algorithm.name: distillation` trains towards; with the tokenizer of the policy."""
+    """A served model whose log-probs `algorithm.name: distillation` trains towards; it has the policy's tokenizer."""
 
     path: str = Field(description="Hugging Face folder")
 
@@ -188,7 +206,11 @@ class RolloutConfig(ServersConfig):
     """The servers that generate with the policy."""
 
     sampling: SamplingConfig = SamplingConfig()
-    max_restarts: int = Field(3, ge=0, description="incidents in a run: a server that dies, or those that hang in one push; one more ends it")
+    max_restarts: int = Field(
+        3,
+        ge=0,
+        description="incidents in a run: a server that dies, or those that hang in one push; one more ends it",
+    )
     request_timeout_s: float = Field(600.0, gt=0)
     max_retries: int = Field(3, ge=0, description="of one request, before the run stops")
     max_concurrent_prompts: int = Field(512, ge=1)
@@ -199,7 +221,11 @@ class RolloutConfig(ServersConfig):
 
 class SyncConfig(Section):
     bucket_mb: int = Field(1024, ge=1, description="size of a bucket of weights, in MiB; sender and server hold two")
-    timeout_s: float = Field(60.0, gt=0, description="for one bucket, joining a group, a pause, the canary, or giving memory back and taking it")
+    timeout_s: float = Field(
+        60.0,
+        gt=0,
+        description="for one bucket, joining a group, a pause, the canary, or giving memory back and taking it",
+    )
     canary_diff_limit: float | None = Field(
         None, gt=0, description="above it sync/canary_diff stops the run; null: by dtype, 1e-4 or 0.25"
     )
@@ -222,7 +248,9 @@ class TrainerConfig(Section):
 
 
 class ClusterConfig(Section):
-    ray_address: str | None = Field(None, description="HOST:PORT of a running cluster, or auto for this node's; null: a local one for this run")
+    ray_address: str | None = Field(
+        None, description="HOST:PORT of a running cluster, or auto for this node's; null: a local one for this run"
+    )
     placement_timeout_s: float = Field(120.0, gt=0, description="to wait for room where the cluster is full")
     start_timeout_s: float = Field(300.0, gt=0, description="for all ranks of a role to be ready")
     call_timeout_s: float = Field(1800.0, gt=0, description="for one call on all ranks")
@@ -268,6 +296,12 @@ class Config(Section):
     def aggregation_length(self) -> int:
         """Tokens, of `loss_aggregation: constant`."""
         return self.algorithm.aggregation_length or self.rollout.sampling.max_new_tokens
+
+    @property
+    def prompts_per_round(self) -> int:
+        """Of generation: a step has one round, with dynamic sampling several."""
+        sampling = self.algorithm.dynamic_sampling
+        return (sampling.prompts_per_round if sampling else None) or self.algorithm.prompts_per_step
 
     @property
     def overlong_buffer_tokens(self) -> int:

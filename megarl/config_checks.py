@@ -3,6 +3,7 @@
 A check yields `Violation`s; a new check is a function and one line in CHECKS. None loads torch, ray or transformers.
 """
 
+import itertools
 import json
 import os
 import re
@@ -11,7 +12,7 @@ from math import gcd
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megarl.config_algorithm_checks import ALGORITHM_CHECKS
+from megarl.config_algorithm_checks import check_algorithm
 from megarl.config_role_checks import check_role, check_role_model, check_transformer_impl
 from megarl.config_violation import Violation, divisors, listed
 from megarl.engine.hf import FAMILIES
@@ -54,7 +55,8 @@ def check_device(config: "Config") -> Iterator[Violation]:
 def check_ray_address(config: "Config") -> Iterator[Violation]:
     address = config.cluster.ray_address
     if address is not None and address != "auto" and not re.fullmatch(r"[\w.\[\]:-]+:\d+", address):
-        text = f"given {address!r}, valid: HOST:PORT of a Ray head (no ray:// client address), auto for the cluster of this node"
+        text = f"given {address!r}, valid: HOST:PORT of a Ray head (no ray:// client address), auto for the cluster of "
+        text += "this node"
         yield Violation(text, ("cluster.ray_address",))
 
 
@@ -71,6 +73,8 @@ def check_model(config: "Config") -> Iterator[Violation]:
             yield Violation(str(error), keys)
             continue
         yield from check_model_files(config, path, keys)
+        if name != "critic" and (name, config.algorithm.name) != ("model", "reward_model"):
+            yield from check_language_model(shapes[name], keys)
     model = shapes.get("model")
     for name in config.roles.megatron:
         if shape := shapes.get(name, model if name not in paths else None):
@@ -94,6 +98,14 @@ def check_model_files(config: "Config", path: str, keys: tuple[str, ...]) -> Ite
         yield Violation(f"no tokenizer in {folder}: {' or '.join(TOKENIZER_FILES)}", keys)
 
 
+def check_language_model(shape: ModelShape, keys: tuple[str, ...]) -> Iterator[Violation]:
+    classifiers = [name for name in shape.hf.get("architectures") or [] if name.endswith("ForSequenceClassification")]
+    if classifiers:
+        text = f"config.json names {classifiers[0]}: its score head would be dropped; a language model is wanted here. "
+        text += "Valid: a ...ForCausalLM, or this one as roles.critic.path or with algorithm.name: reward_model"
+        yield Violation(text, (*keys, "algorithm.name"))
+
+
 def check_server_heads(config: "Config", section: str, shape: ModelShape) -> Iterator[Violation]:
     heads, groups, size = shape.num_heads, shape.num_kv_heads, config.servers[section].tensor_parallel
     width = shape.moe_ffn_hidden_size if shape.num_experts else shape.ffn_hidden_size
@@ -102,9 +114,9 @@ def check_server_heads(config: "Config", section: str, shape: ModelShape) -> Ite
     if size not in valid:
         yield Violation(
             f"given {size}, but the model has {heads} attention heads, {groups} key/value heads "
-            f"and intermediate size {width}, and it must divide the first and the last, and divide or be a multiple of the "
-            f"second; valid: {listed(valid)}",
-            (f"{section}.tensor_parallel", "model.path"),
+            f"and intermediate size {width}, and it must divide the first and the last, and divide or be a multiple of "
+            f"the second; valid: {listed(valid)}",
+            (f"{section}.tensor_parallel", "model.path", "algorithm.name"),
         )
 
 
@@ -113,8 +125,9 @@ def check_context(config: "Config", section: str, shape: ModelShape) -> Iterator
     if prompt + response > shape.max_positions:
         yield Violation(
             f"data.max_prompt_tokens + rollout.sampling.max_new_tokens = {prompt} + {response} = {prompt + response} "
-            f"is more than the {'model' if section == 'rollout' else 'teacher'}'s max_position_embeddings = {shape.max_positions}",
-            ("rollout.sampling.max_new_tokens", "data.max_prompt_tokens", "model.path"),
+            f"is more than the {'model' if section == 'rollout' else 'teacher'}'s max_position_embeddings = "
+            f"{shape.max_positions}",
+            ("rollout.sampling.max_new_tokens", "data.max_prompt_tokens", "model.path", "algorithm.name"),
         )
 
 
@@ -129,9 +142,26 @@ def check_data(config: "Config") -> Iterator[Violation]:
             yield Violation(f"no such file: {file}", (key, "toy.folder"))
 
 
+def check_columns(config: "Config") -> Iterator[Violation]:
+    """A column of the data that two keys name would be read as two things."""
+    algorithm, data = config.algorithm, config.data
+    if algorithm.has_pairs:
+        read = ("prompt_key", "chosen_key", "rejected_key")
+    elif algorithm.name == "sft":
+        read = ("prompt_key", "response_key")
+    else:
+        read = ("prompt_key", "answer_key", *(["response_key"] if config.warm_start.data else []))
+    for first, second in itertools.combinations(read, 2):
+        # A warm start may train on the column that holds the reference answer, worked out.
+        if getattr(data, first) == getattr(data, second) and (first, second) != ("answer_key", "response_key"):
+            text = f"given {getattr(data, second)}, which data.{first} names already; valid: another column"
+            yield Violation(text, (f"data.{second}", f"data.{first}", "algorithm.name"))
+
+
 def check_optimizer(config: "Config") -> Iterator[Violation]:
+    steps = config.trainer.steps
     sections = [
-        (f"roles.{name}", role.optimizer, "trainer.steps", config.trainer.steps) for name, role in config.roles.megatron.items()
+        (f"roles.{name}", role.optimizer, "trainer.steps", steps) for name, role in config.roles.megatron.items()
     ]
     if config.warm_start.data is not None:
         sections.append(("warm_start", config.warm_start.optimizer, "warm_start.steps", config.warm_start.steps))
@@ -144,7 +174,8 @@ def check_optimizer(config: "Config") -> Iterator[Violation]:
             text = f"given {warmup}, but the peak would not be reached in {steps_key} = {num_steps}"
             yield Violation(text, (f"{section}.optimizer.warmup_steps", steps_key))
         elif warmup == num_steps and optimizer.schedule != "constant":
-            text = f"given {warmup}, but {steps_key} = {num_steps} leaves no step for schedule: {optimizer.schedule} to fall in"
+            text = f"given {warmup}, but {steps_key} = {num_steps} leaves no step for schedule: {optimizer.schedule}"
+            text += " to fall in"
             yield Violation(text, (f"{section}.optimizer.warmup_steps", steps_key))
         for key in ("decay_from", "final_fraction"):
             given = getattr(optimizer, key)
@@ -155,13 +186,15 @@ def check_optimizer(config: "Config") -> Iterator[Violation]:
 
 def check_sampling(config: "Config") -> Iterator[Violation]:
     sampling = config.rollout.sampling
+    if not config.servers:
+        return
     reason = "the server's log-probs are those before the cut"
     if sampling.top_p < 1:
         text = f"given {sampling.top_p}, allowed for training: 1.0; {reason}"
-        yield Violation(text, ("rollout.sampling.top_p",))
+        yield Violation(text, ("rollout.sampling.top_p", "algorithm.name"))
     if sampling.top_k != -1:
         text = f"given {sampling.top_k}, allowed for training: -1 (all); {reason}"
-        yield Violation(text, ("rollout.sampling.top_k",))
+        yield Violation(text, ("rollout.sampling.top_k", "algorithm.name"))
 
 
 def check_ports(config: "Config") -> Iterator[Violation]:
@@ -176,7 +209,7 @@ def check_ports(config: "Config") -> Iterator[Violation]:
         for port in sorted({port for port in ports if taken.count(port) > 1}):
             yield Violation(f"port {port} is given {taken.count(port)} times", keys)
         for port in dict.fromkeys(ports):
-            elsewhere = config.cluster.ray_address is not None and 1 <= port <= 65535  # each server looks at its own node's
+            elsewhere = config.cluster.ray_address is not None and 1 <= port <= 65535  # each server looks at its node's
             if not elsewhere and (reason := why_port_unusable(port)):
                 yield Violation(f"port {port} {reason}", keys)
 
@@ -193,26 +226,27 @@ def check_placement(config: "Config") -> Iterator[Violation]:
     actor, critic, rollout = config.roles.actor, config.roles.critic, config.rollout
     for name, role in config.roles.megatron.items():
         if role.offload not in (None, "all"):
-            text = f"given {role.offload}, but with placement: colocated the {name} leaves its GPUs to the servers; valid: all"
-            yield Violation(text, (f"roles.{name}.offload", "placement"))
+            text = f"given {role.offload}, but with placement: colocated the {name} leaves its GPUs to the servers"
+            yield Violation(f"{text}; valid: all", (f"roles.{name}.offload", "placement", "algorithm.name"))
         if role.nodes > 1:
             text = f"given {role.nodes}, but placement: colocated hands weights over inside one machine; valid: 1"
-            yield Violation(text, (f"roles.{name}.nodes", "placement"))
+            yield Violation(text, (f"roles.{name}.nodes", "placement", "algorithm.name"))
     if critic and critic.gpus_per_node > actor.gpus_per_node:
-        text = f"given {critic.gpus_per_node}, but with placement: colocated the critic shares the GPUs of the actor, which has "
-        text += f"{actor.gpus_per_node}"
-        yield Violation(text, ("roles.critic.gpus_per_node", "roles.actor.gpus_per_node", "placement"))
+        text = f"given {critic.gpus_per_node}, but with placement: colocated the critic shares the GPUs of the actor, "
+        text += f"which has {actor.gpus_per_node}"
+        keys = ("roles.critic.gpus_per_node", "roles.actor.gpus_per_node", "placement", "algorithm.name")
+        yield Violation(text, keys)
     needed = rollout.servers * rollout.tensor_parallel
     if needed > actor.gpus_per_node:
         yield Violation(
-            f"servers * tensor_parallel = {rollout.servers} * {rollout.tensor_parallel} = {needed}, but with placement: "
-            f"colocated they share the actor's roles.actor.gpus_per_node = {actor.gpus_per_node}",
-            ("rollout.servers", "rollout.tensor_parallel", "roles.actor.gpus_per_node", "placement"),
+            f"servers * tensor_parallel = {rollout.servers} * {rollout.tensor_parallel} = {needed}, but with "
+            f"placement: colocated they share the actor's roles.actor.gpus_per_node = {actor.gpus_per_node}",
+            ("rollout.servers", "rollout.tensor_parallel", "roles.actor.gpus_per_node", "placement", "algorithm.name"),
         )
 
 
 def check_checksum(config: "Config") -> Iterator[Violation]:
-    if config.debug.sync_checksum and resolve_device(config) == "cpu":
+    if config.debug.sync_checksum and config.servers and resolve_device(config) == "cpu":
         text = "given true, but SGLang's weights_checker works on GPUs only; valid with device: cpu: false"
         yield Violation(text, ("debug.sync_checksum", "device"))
 
@@ -229,6 +263,7 @@ CHECKS = (
     check_ray_address,
     check_model,
     check_data,
+    check_columns,
     check_roles,
     check_optimizer,
     check_sampling,
@@ -236,7 +271,7 @@ CHECKS = (
     check_placement,
     check_checksum,
     check_server_args_of_all,
-    *ALGORITHM_CHECKS,
+    check_algorithm,
 )
 
 
@@ -244,7 +279,8 @@ def refuse_used_run(config: "Config") -> None:
     """Raise ConfigError where another run has left metrics in the run directory: they are never overwritten."""
     metrics = config.run_path / "metrics.jsonl"
     if metrics.exists() and metrics.stat().st_size:
-        raise ConfigError(f"name: {config.run_path} holds an earlier run; give this one another name (name=...) or remove it")
+        text = f"name: {config.run_path} holds an earlier run; give this one another name (name=...) or remove it"
+        raise ConfigError(text)
 
 
 def model_shape(config: "Config", path: str) -> ModelShape:

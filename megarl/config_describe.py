@@ -5,33 +5,40 @@ from typing import TYPE_CHECKING
 import yaml
 
 from megarl.config_algorithm import AlgorithmConfig
+from megarl.config_section import changed_keys
 from megarl.machine import resolve_device
+from megarl.presets import WITH_REFERENCE
 
 if TYPE_CHECKING:
     from megarl.config import Config
 
 LABELS = {"rollout": "rollout", "roles.teacher": "teacher"}
+# Keys of the algorithm that no preset means to decide: they are the task's.
+OF_THE_TASK = ("prompts_per_step", "group_size", "mini_batch_size", "epochs", "reward")
 
 
 def describe(config: "Config") -> str:
-    """The resolved config as YAML that `load` reads back, followed by its algorithm's parts and its numbers as comments."""
+    """The resolved config as YAML that `load` reads back, then its algorithm's parts and its numbers as comments."""
     algorithm, actor = config.algorithm, config.roles.actor
     device = resolve_device(config)
-    per_row = f"{algorithm.prompts_per_step} {'rows' if algorithm.is_supervised else 'prompts'} x {algorithm.group_size}"
+    per_row = f"{algorithm.prompts_per_step} {'rows' if algorithm.is_supervised else 'prompts'}"
     updates = algorithm.samples_per_step // algorithm.samples_per_update * algorithm.epochs
     lines = [f"{name:19} {text}" for name, text in active_parts(config).items()]
     lines += [
         "",
         f"device              {device}",
         f"data parallel size  {actor.data_parallel} ({actor.sizes})",
-        f"samples per step    {algorithm.samples_per_step} ({per_row})",
+        f"samples per step    {algorithm.samples_per_step} ({per_row} x {algorithm.group_size})",
         f"updates per step    {updates} (of {algorithm.samples_per_update} samples)",
     ]
     if config.servers:
         sequence = config.data.max_prompt_tokens + config.rollout.sampling.max_new_tokens
-        lines += [f"tokens per step     at most {algorithm.samples_per_step * sequence:,} ({sequence:,} per sample)"]
+        what = "round" if algorithm.dynamic_sampling else "step "
+        tokens = config.prompts_per_round * algorithm.group_size * sequence
+        lines += [f"tokens per {what}    at most {tokens:,} ({sequence:,} per sample)"]
     lines += ["", "role      layout            GPUs   CPUs"]
-    lines += [f"{name:9} {layout:16} {gpus:5} {cpus:6g}" for name, layout, gpus, cpus in needs(config, int(device == "cuda"))]
+    rows = needs(config, int(device == "cuda"))
+    lines += [f"{name:9} {layout:16} {gpus:5} {cpus:6g}" for name, layout, gpus, cpus in rows]
     text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
     return text + "\n".join(f"# {line}".rstrip() for line in lines) + "\n"
 
@@ -47,21 +54,28 @@ def needs(config: "Config", gpus_per_rank: int) -> list[tuple[str, str, int, flo
     for section, group in config.servers.items():
         shares = section == "rollout" and config.placement == "colocated"
         gpus = 0 if shares else group.servers * group.tensor_parallel * gpus_per_rank
-        rows.append((LABELS[section], f"{group.servers} x {group.tensor_parallel} ranks", gpus, group.servers * group.cpus_per_server))
+        layout = f"{group.servers} x {group.tensor_parallel} ranks"
+        rows.append((LABELS[section], layout, gpus, group.servers * group.cpus_per_server))
     return [*rows, ("needed", "", sum(row[2] for row in rows), sum(row[3] for row in rows))]
 
 
 def active_parts(config: "Config") -> dict[str, str]:
     """What the algorithm does, part by part; parts that are off are left out."""
     algorithm = config.algorithm
-    parts = {"algorithm": algorithm.name}
+    parts = {"algorithm": _name(algorithm)}
     if algorithm.is_supervised:
-        return parts | {"loss": _supervised_loss(algorithm)}
+        parts["loss"] = _supervised_loss(config)
+        return parts | ({"reference": "the model it starts from"} if algorithm.name in WITH_REFERENCE else {})
+    if (start := config.warm_start).data is not None:
+        parts["warm start"] = f"{start.steps} steps of {start.batch_size} rows of {start.data}"
     if algorithm.reward is not None:
-        parts["reward"] = " + ".join(f"{w:g} {n}" for n, w in (algorithm.reward_weights or {}).items()) or algorithm.reward
+        weights = algorithm.reward_weights or {}
+        parts["reward"] = " + ".join(f"{weight:g} {name}" for name, weight in weights.items()) or algorithm.reward
+        parts["reward"] += ", only logged" * (algorithm.advantage == "distillation")
+    if config.debug.shuffle_rewards:
+        parts["control"] = "rewards are shuffled: nothing must be learnt"
     if (sampling := algorithm.dynamic_sampling) is not None:
-        size = sampling.prompts_per_round or algorithm.prompts_per_step
-        parts["dynamic sampling"] = f"at most {sampling.max_rounds} rounds of {size} prompts"
+        parts["dynamic sampling"] = f"at most {sampling.max_rounds} rounds of {config.prompts_per_round} prompts"
     if (overlong := algorithm.overlong) is not None:
         parts["overlong"] = _overlong(config)
     if algorithm.whiten_rewards:
@@ -77,8 +91,9 @@ def active_parts(config: "Config") -> dict[str, str]:
     if algorithm.entropy_coefficient > 0:
         parts["entropy bonus"] = f"{algorithm.entropy_coefficient:g}"
     if algorithm.advantage == "gae":
-        clip = "no clip" if algorithm.value_clip is None else f"clip {algorithm.value_clip:g}"
-        parts["critic"] = f"value loss with {clip}, alone for {algorithm.critic_warmup_steps} steps, from {config.model_of('critic').path}"
+        clip = "" if algorithm.value_clip is None else f"value clip {algorithm.value_clip:g}, "
+        alone = f"alone for {algorithm.critic_warmup_steps} steps, " * (algorithm.critic_warmup_steps > 0)
+        parts["critic"] = f"{clip}{alone}from {config.model_of('critic').path}"
     if config.roles.teacher is not None:
         parts["teacher"] = config.roles.teacher.path
     if (reference := config.roles.reference).enabled:
@@ -86,17 +101,25 @@ def active_parts(config: "Config") -> dict[str, str]:
         if reference.refresh_every:
             kept = "" if reference.ema_decay is None else f", averaged with decay {reference.ema_decay:g}"
             parts["reference"] = f"the policy, every {reference.refresh_every} steps{kept}"
+        parts["reference"] += ", only logged" * (algorithm.kl_coefficient == 0)
     return parts
 
 
-def _supervised_loss(algorithm: AlgorithmConfig) -> str:
-    preference = algorithm.preference
+def _name(algorithm: AlgorithmConfig) -> str:
+    """The preset, and which keys are not as it has them."""
+    changed = dict.fromkeys(key.partition(".")[0] for key, _, _ in changed_keys(algorithm, algorithm.preset))
+    changed = [key for key in changed if key not in OF_THE_TASK]
+    return algorithm.name + (f", but for {', '.join(changed)}" if changed else "")
+
+
+def _supervised_loss(config: "Config") -> str:
+    preference, smoothing = config.algorithm.preference, config.algorithm.preference.label_smoothing
     return {
-        "sft": f"negative log-likelihood, {algorithm.loss_aggregation}",
-        "dpo": f"dpo, beta {preference.beta:g}, label smoothing {preference.label_smoothing:g}",
+        "sft": f"negative log-likelihood, {_aggregation(config)}",
+        "dpo": f"dpo, beta {preference.beta:g}" + f", label smoothing {smoothing:g}" * (smoothing > 0),
         "ipo": f"ipo, beta {preference.beta:g}",
-        "reward_model": f"Bradley-Terry, center {preference.center:g}",
-    }[algorithm.name]
+        "reward_model": "Bradley-Terry" + f", center {preference.center:g}" * (preference.center > 0),
+    }[config.algorithm.name]
 
 
 def _overlong(config: "Config") -> str:
@@ -132,6 +155,8 @@ def _aggregation(config: "Config") -> str:
 
 
 def _kl(algorithm: AlgorithmConfig) -> str:
-    weighted = ", importance-weighted" * algorithm.kl_importance_weighted
-    target = "" if algorithm.kl_target is None else f", adapted to {algorithm.kl_target:g} nats per token over {algorithm.kl_horizon} samples"
-    return f"{algorithm.kl_coefficient:g} {algorithm.kl_estimator} in the {algorithm.kl_in}{weighted}{target}"
+    text = f"{algorithm.kl_coefficient:g} {algorithm.kl_estimator} in the {algorithm.kl_in}"
+    text += ", importance-weighted" * algorithm.kl_importance_weighted
+    if algorithm.kl_target is not None:
+        text += f", adapted to {algorithm.kl_target:g} nats per token over {algorithm.kl_horizon} samples"
+    return text

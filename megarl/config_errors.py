@@ -2,6 +2,8 @@
 
 import copy
 import difflib
+import math
+import re
 from collections.abc import Iterable, Iterator
 from types import NoneType, UnionType
 from typing import Literal, get_args, get_origin
@@ -57,7 +59,12 @@ def explain(schema: type[BaseModel], document: Document, key: str, field: FieldI
     value = value_at(document.tree, key)
     given = document.origins[key].given if key in document.origins else repr(value)
     given = "null" if value is None else f"{given} ({GIVEN_NAMES.get(type(value), type(value).__name__)})"
-    return document.line(f"given {given}, allowed: {allowed(field)}", key)
+    words = allowed(field)
+    if isinstance(value, float) and not math.isfinite(value):
+        words = words.replace("a number", "a finite number")
+    if meant := nearest_choices(field, value):
+        words += f"; did you mean {' or '.join(meant)}?"
+    return document.line(f"given {given}, allowed: {words}", key)
 
 
 def is_missing(detail: dict, key: str) -> bool:
@@ -91,14 +98,22 @@ def nearest_keys(schema: type[BaseModel], key: str) -> list[str]:
     return []
 
 
-def nearest(word: str, names: Iterable[str]) -> list[str]:
+def nearest_choices(field: FieldInfo, value) -> list[str]:
+    """Of a field that takes one of some words, those that the value may stand for: `Dr.GRPO` and `reinforce++` too."""
+    if get_origin(field.annotation) is not Literal or not isinstance(value, str):
+        return []
+    word = re.sub("[^a-z0-9]+", "_", value.lower().replace("++", "_plus_plus")).strip("_")
+    return nearest(word, get_args(field.annotation), cutoff=0.7)
+
+
+def nearest(word: str, names: Iterable[str], cutoff: float = 0.6) -> list[str]:
     """The names that `word` is, abbreviates (`kl`, `lr`, `tp`) or misspells; empty if none is near."""
     names = list(dict.fromkeys(names))
     if word in names:
         return [word]
     whole = [name for name in names if name.startswith(word) and len(word) > 1]
     initials = [name for name in names if "".join(part[:1] for part in name.split("_")) == word]
-    return whole or initials or difflib.get_close_matches(word, names, n=1)
+    return whole or initials or difflib.get_close_matches(word, names, n=1, cutoff=cutoff)
 
 
 def known_keys(schema: type[BaseModel], prefix: str = "") -> Iterator[str]:
@@ -138,9 +153,9 @@ def allowed(field: FieldInfo) -> str:
         if (bound := getattr(constraint, name, None)) is not None
     ]
     is_union = get_origin(field.annotation) is UnionType
-    options = [option for option in get_args(field.annotation) if option is not NoneType] if is_union else [field.annotation]
+    options = get_args(field.annotation) if is_union else [field.annotation]
+    words = " or ".join(type_in_words(option) for option in options if option is not NoneType)
     optional = is_union and NoneType in get_args(field.annotation)
-    words = " or ".join(map(type_in_words, options))
     return " ".join([words, " and ".join(bounds)]).strip() + (", or null" if optional else "")
 
 
@@ -155,7 +170,7 @@ def type_in_words(annotation) -> str:
     if get_origin(annotation) is list:
         return f"a list of {TYPE_NAMES[arguments[0]].removeprefix('a ')}s"
     if get_origin(annotation) is dict:
-        return "a mapping"
+        return "a mapping of names to finite numbers" if arguments[1] is float else "a mapping"
     return "a section of keys" if section_of(annotation) else TYPE_NAMES[annotation]
 
 

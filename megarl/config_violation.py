@@ -1,13 +1,25 @@
-"""What a check of the configuration finds, and the arithmetic of naming valid choices."""
+"""What a check of the configuration finds, and the words and the arithmetic of naming valid choices."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import isqrt
+from typing import Any
+
+import yaml
+from pydantic import BaseModel
 
 
 @dataclass(frozen=True)
 class Violation:
     text: str
     keys: tuple[str, ...]  # all keys that it rests on; the first one is to blame
+
+
+def in_yaml(value: Any) -> str:
+    """A value as a config file has it, on one line: null, true, {gamma: 0.9}."""
+    if isinstance(value, BaseModel):
+        value = value.model_dump(mode="json", exclude_unset=True)
+    return yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=1e6).removesuffix("...\n").strip()
 
 
 def divisors(number: int) -> list[int]:
@@ -26,5 +38,5 @@ def nearest_multiples(value: int, step: int) -> str:
     return listed([below, below + step] if below else [step])
 
 
-def listed(items) -> str:
+def listed(items: Iterable) -> str:
     return ", ".join(str(item) for item in items)

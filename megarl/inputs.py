@@ -2,8 +2,8 @@
 
 from megarl.config import Config
 from megarl.data.chat import load_tokenizer
-from megarl.data.dataset import check_enough, load_answered, load_prompts
-from megarl.data.preferences import load_pairs, scored
+from megarl.data.dataset import check_enough, load_prompts
+from megarl.data.responses import load_responses, with_score_token
 from megarl.engine.hf.shape import ModelShape
 from megarl.rollout.teacher import check_same_tokens
 from megarl.sample import Prompt, Sample
@@ -13,23 +13,24 @@ class Inputs:
     """Of a run that generates: prompts. Raises ConfigError where data, tokenizer or model do not fit."""
 
     def __init__(self, config: Config):
+        data, algorithm = config.data, config.algorithm
         shape = ModelShape.read(config.model.path)
         self.context_length, self.vocab_size = shape.max_positions, shape.vocab_size
         self.tokenizer = load_tokenizer(config.model.path)
         if config.roles.teacher is not None:
             check_same_tokens(self.tokenizer, config.roles.teacher.path)
-        self.prompts = load_prompts(config.data.train, config.data, self.tokenizer, self.context_length)
-        check_enough(self.prompts, config.algorithm.prompts_per_step, config.data.train)
+        self.prompts = load_prompts(data.train, data, self.tokenizer, self.context_length)
+        check_enough(self.prompts, algorithm.prompts_per_step, data.train)
         self.validation: list[Prompt] = []
-        if config.data.validation:
-            prompts = load_prompts(config.data.validation, config.data, self.tokenizer, self.context_length)
+        if data.validation:
+            prompts = load_prompts(data.validation, data, self.tokenizer, self.context_length)
             self.validation = prompts[: config.trainer.evaluate_prompts]
         self.warm_start: list[Sample] = []
-        if config.warm_start.data:
-            self.warm_start = load_answered(config.warm_start.data, config.data, self.tokenizer, self.context_length)
+        if rows := config.warm_start.data:
+            self.warm_start = load_responses(rows, data, self.tokenizer, self.context_length, ("response_key",))
 
 
-class AnsweredInputs:
+class SupervisedInputs:
     """Of a supervised run: rows of one sample each, or of a chosen and a rejected one. Raises as Inputs."""
 
     def __init__(self, config: Config):
@@ -37,16 +38,15 @@ class AnsweredInputs:
         self.context_length = ModelShape.read(config.model.path).max_positions
         self.tokenizer = load_tokenizer(config.model.path)
         self.rows = self._rows(config.data.train)
-        check_enough(self.rows, config.algorithm.prompts_per_step, config.data.train)
+        check_enough(self.rows, config.algorithm.prompts_per_step, config.data.train, "rows")
         self.validation: list[list[Sample]] = []
         if config.data.validation:
             self.validation = self._rows(config.data.validation)[: config.trainer.evaluate_prompts]
 
     def _rows(self, path: str) -> list[list[Sample]]:
-        data, name = self.config.data, self.config.algorithm.name
-        if name == "sft":
-            return [[s] for s in load_answered(path, data, self.tokenizer, self.context_length, data.response_key)]
-        samples = load_pairs(path, data, self.tokenizer, self.context_length, data.chosen_key, data.rejected_key)
-        if name == "reward_model":
-            samples = [scored(sample) for sample in samples]
-        return [samples[i : i + 2] for i in range(0, len(samples), 2)]
+        algorithm = self.config.algorithm
+        keys = ("chosen_key", "rejected_key") if algorithm.has_pairs else ("response_key",)
+        samples = load_responses(path, self.config.data, self.tokenizer, self.context_length, keys)
+        if algorithm.name == "reward_model":
+            samples = [with_score_token(sample) for sample in samples]
+        return [samples[i : i + len(keys)] for i in range(0, len(samples), len(keys))]

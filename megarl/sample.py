@@ -67,6 +67,10 @@ class Sample:
         assert value is not None, f"sample {self.index} of group {self.group_id} has no {name}"
         return value
 
+    def trained(self, name: str) -> torch.Tensor:
+        """What a per-token field that must be filled says of the trained tokens, in order."""
+        return self.require(name)[self.loss_mask]
+
     @property
     def response_length(self) -> int:
         return len(self.token_ids) - self.prompt_length

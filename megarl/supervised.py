@@ -1,21 +1,24 @@
-"""The loop of the algorithms that learn from answers that are there: sft, dpo, ipo and reward_model. No servers."""
+"""The loop of the algorithms that learn from responses that are there: sft, dpo, ipo and reward_model. No servers."""
 
+import math
 import time
 from contextlib import ExitStack
 from functools import partial
 
 from megarl.algorithms.losses import sft_loss
-from megarl.algorithms.prepare import keywords_of
 from megarl.algorithms.preference_losses import PREFERENCE_LOSSES
 from megarl.cluster.cluster import Cluster
 from megarl.cluster.role import RoleGroup
 from megarl.config import Config
 from megarl.data.dataset import PromptStream
-from megarl.inputs import AnsweredInputs
+from megarl.errors import RunError
+from megarl.inputs import SupervisedInputs
 from megarl.interrupt import saving_on_interrupt
 from megarl.monitor.console import Console
 from megarl.monitor.run_directory import RunDirectory
 from megarl.monitor.skipped import SkippedUpdates, why_skipped
+from megarl.prepare import keywords_of
+from megarl.presets import WITH_REFERENCE
 from megarl.sample import Sample
 from megarl.schedule import learning_rate
 
@@ -26,7 +29,7 @@ class SupervisedTrainer:
     def __init__(
         self,
         config: Config,
-        inputs: AnsweredInputs,
+        inputs: SupervisedInputs,
         run: RunDirectory,
         console: Console,
         actor: RoleGroup,
@@ -49,7 +52,7 @@ class SupervisedTrainer:
         cls,
         stack: ExitStack,
         config: Config,
-        inputs: AnsweredInputs,
+        inputs: SupervisedInputs,
         run: RunDirectory,
         console: Console,
         cluster: Cluster,
@@ -58,7 +61,9 @@ class SupervisedTrainer:
         """Start the actor; nothing has to be closed."""
         console.line(f"starting {config.roles.actor.world_size} actor ranks")
         actor = cluster.start_role("actor", head="value" if config.algorithm.name == "reward_model" else "lm")
-        if config.algorithm.name in ("dpo", "ipo"):
+        for what, how in actor.live_paths.items():
+            console.line(f"  {what + ':':18} {how}")
+        if config.algorithm.name in WITH_REFERENCE:
             actor.capture_reference()
         actor.use_optimizer(config.roles.actor.optimizer)
         return cls(config, inputs, run, console, actor, skipped)
@@ -110,16 +115,21 @@ class SupervisedTrainer:
     def score_reference(self, samples: list[Sample]) -> None:
         """Fill ref_logprobs where the loss has a reference: once, as it stays as it is."""
         new = [sample for sample in samples if sample.ref_logprobs is None]
-        if self.name in ("dpo", "ipo") and new:
+        if self.name in WITH_REFERENCE and new:
             for sample, (logprobs, _) in zip(new, self.actor.logprobs(new, 1.0, reference=True)):
                 sample.ref_logprobs = logprobs
 
     def evaluate(self, step: int) -> None:
-        """The loss and its metrics on the held-out rows."""
+        """The loss and its metrics on the held-out rows. RunError where a number is not finite."""
         if not self.validation:
             return
         self.score_reference(self.validation)
         sums = self.actor.evaluate(self.validation, self.loss, pairs=self.pairs)
+        broken = int(sums["nonfinite_logprobs"])
+        if broken or not math.isfinite(sums["loss"]):
+            what = "values" if self.name == "reward_model" else "log-probs"
+            text = f"{broken} {what} are not finite, the loss is {sums['loss']:g}"
+            raise RunError(f"validation after step {step}: {text}")
         metrics = {f"validation/{name}": value for name, value in self.means(sums, self.validation, 1).items()}
         self.run.log_metrics({"step": step, **metrics})
         shown = ", ".join(f"{name.rpartition('/')[2]} {value:.4f}" for name, value in metrics.items())

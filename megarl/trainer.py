@@ -7,14 +7,14 @@ from pathlib import Path
 import torch
 
 from megarl.algorithms.kl_controller import KLController
-from megarl.algorithms.prepare import prepare
+from megarl.prepare import prepare
 from megarl.cluster.cluster import Cluster
 from megarl.cluster.role import RoleGroup
 from megarl.collect import Collector
 from megarl.config import Config, Phase
 from megarl.data import toy
 from megarl.errors import RunError
-from megarl.inputs import AnsweredInputs, Inputs
+from megarl.inputs import Inputs, SupervisedInputs
 from megarl.interrupt import saving_on_interrupt
 from megarl.machine import resolve_device
 from megarl.monitor.console import Console
@@ -50,7 +50,7 @@ def train(config: Config, command: list[str]) -> Path:
     device = resolve_device(config)
     if config.toy:
         toy.make(config.toy.folder, config.toy.seed)
-    inputs = AnsweredInputs(config) if config.algorithm.is_supervised else Inputs(config)
+    inputs = SupervisedInputs(config) if config.algorithm.is_supervised else Inputs(config)
     with ExitStack() as stack:
         console = stack.enter_context(Console())
         run = RunDirectory(config, command, device)
@@ -110,7 +110,14 @@ class Trainer:
         fleet = stack.enter_context(Fleet(config, cluster, inputs, console.line))
         if config.placement == "colocated":
             fleet.connect()  # a server takes its share of what is free at its start: the actor comes after it
-        actor = cluster.start_role("actor")
+        actor, critic = cluster.start_role("actor"), None
+        if config.roles.critic:
+            actor.place("generate")  # the critic may need its GPUs
+            critic = cluster.start_role("critic")
+            critic.use_optimizer(config.roles.critic.optimizer)
+            critic.place("generate")
+            actor.place("update")
+            fleet.watched.append(critic)
         for what, how in actor.live_paths.items():
             console.line(f"  {what + ':':18} {how}")
         if config.debug.sync_checksum:
@@ -120,13 +127,6 @@ class Trainer:
         if config.roles.reference.enabled:
             actor.capture_reference(config.roles.reference.ema_decay)
         actor.use_optimizer(config.roles.actor.optimizer)
-        critic = None
-        if config.roles.critic:
-            actor.place("generate")  # the critic may need its GPUs
-            critic = cluster.start_role("critic")
-            critic.use_optimizer(config.roles.critic.optimizer)
-            critic.place("generate")
-            actor.place("score")
         fleet.attach(actor)
         teacher = stack.enter_context(Teacher(config, cluster)) if config.roles.teacher else None
         if teacher:
@@ -158,7 +158,7 @@ class Trainer:
         memory = self.memory("generate")
         self.place("score", times)
         with timed(times, "logprob"):
-            entropies = self.score(samples)
+            entropies = self.score(samples, version=step - 1)
         memory |= self.memory("score")
         if broken := nonfinite_fields(samples):
             self.skipped.add(f"step_{step:06d}", samples, f"{broken} log-probs or values of its samples are not finite")
@@ -192,7 +192,7 @@ class Trainer:
     def place(self, stage: str, times: dict[str, float]) -> None:
         """Hold on the GPUs of actor and critic what a stage needs, and in host memory the rest, as far as the config says;
         servers that share them leave first. A push gives the GPUs back to those."""
-        if not self.shares_memory:
+        if not self.offloads:
             return
         if stage == "update" and self.updater.in_turns:
             stage = "update the critic"
@@ -204,28 +204,34 @@ class Trainer:
                 role.place(phase)
 
     @property
-    def shares_memory(self) -> bool:
+    def offloads(self) -> bool:
         offloads = [role.offload for role in self.config.roles.megatron.values()]
         return self.config.placement == "colocated" or any(offload not in (None, "none") for offload in offloads)
 
     def memory(self, phase: Phase) -> dict[str, float]:
         """What is taken of the fullest of the actor's GPUs at the end of a phase, by everything."""
-        if not self.shares_memory or (used := self.actor.used_bytes()) == 0:
+        if not self.offloads or (used := self.actor.used_bytes()) == 0:
             return {}
         return {f"memory/{phase}_gpu_gb": used / 1e9}
 
-    def score(self, samples: list[Sample]) -> list[torch.Tensor] | None:
+    def score(self, samples: list[Sample], version: int) -> list[torch.Tensor] | None:
         """Fill old_logprobs, and where there is a reference, a critic or a teacher, what they say; returns each sample's
-        entropies, if the actor scored them. Roles work at the same time."""
+        entropies, if the actor scored them. Roles work at the same time.
+
+        The old policy is the one that sampled: of samples kept from an earlier version only the server knows it.
+        """
         temperature = self.config.rollout.sampling.temperature
         wait_values = self.critic.start_values(samples) if self.critic else None
         wait_teacher = self.teacher.start_score(samples) if self.teacher else None
         entropies = None
+        for sample in samples:
+            sample.old_logprobs = sample.rollout_logprobs
         if self.config.algorithm.old_logprobs == "recompute":
             scored = self.actor.logprobs(samples, temperature)
             entropies = [entropy for _, entropy in scored]
-        for i, sample in enumerate(samples):
-            sample.old_logprobs = sample.rollout_logprobs if entropies is None else scored[i][0]
+            for sample, (logprobs, _) in zip(samples, scored):
+                if sample.policy_version == (version, version):
+                    sample.old_logprobs = logprobs
         if self.config.roles.reference.enabled:
             for sample, (logprobs, _) in zip(samples, self.actor.logprobs(samples, temperature, reference=True)):
                 sample.ref_logprobs = logprobs
@@ -242,6 +248,8 @@ class Trainer:
         if self.config.algorithm.old_logprobs == "rollout":
             return {}
         fresh = [sample for sample in samples if sample.policy_version == (version, version)]
+        if not fresh:  # all groups were kept from the last step
+            return {}
         metrics = agreement_metrics(fresh)
         self.check_agreement(metrics["rollout/logprob_diff_mean"])
         return metrics
@@ -285,12 +293,15 @@ class Trainer:
     def save(self, name: str) -> None:
         """The actor's checkpoint, and in it the critic's."""
         folder = self.run.checkpoint(name)
-        for role, place in ((self.actor, folder), (self.critic, folder / "critic")):
-            if role:
-                role.place("score")
-                role.save(str(place.resolve()))
+        self.actor.place("score")
+        self.actor.save(str(folder.resolve()))
+        if self.critic:
+            self.critic.place("score")
+            self.critic.save(str((folder / "critic").resolve()))
         self.console.line(f"checkpoint {folder}")
 
     def interrupted(self, name: str) -> None:
         self.fleet.stop()  # whatever they were in the middle of
+        if self.critic:
+            self.critic.place("generate")  # off the GPUs that it may share
         self.save(name)

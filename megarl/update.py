@@ -5,7 +5,7 @@ from collections.abc import Callable
 from functools import partial
 
 from megarl.algorithms.losses import policy_loss
-from megarl.algorithms.prepare import keywords_of
+from megarl.prepare import keywords_of
 from megarl.algorithms.value_loss import value_loss
 from megarl.cluster.role import RoleGroup
 from megarl.config import Config
@@ -15,8 +15,8 @@ from megarl.sample import Sample
 from megarl.schedule import learning_rate
 
 
-# (where its result goes, its samples, what waits for it) of updates that run
-Started = list[tuple["Results", list[Sample], Callable[[], dict[str, float]]]]
+# an update that runs: where its result goes, its samples, what waits for it
+Started = tuple["Results", list[Sample], Callable[[], dict[str, float]]]
 
 
 class Updater:
@@ -36,38 +36,48 @@ class Updater:
     def run(self, samples: list[Sample], step: int, kl_coefficient: float) -> dict[str, float]:
         """All of them; metrics. `kl_coefficient`: of the loss.
 
-        For the actor a mini-batch with neither an advantage nor a KL or entropy term has nothing to teach: its weights
-        and its optimizer's state stay as they are, weight decay and momentum included.
+        A mini-batch without a trained token, and for the actor one with neither an advantage nor a KL or entropy term,
+        has nothing to teach: weights and the optimizer's state stay as they are, weight decay and momentum included.
+        The actor's schedule begins after the steps in which only the critic is trained.
         """
         steps, roles = self.config.trainer.steps, self.config.roles
-        only_critic = step <= self.config.algorithm.critic_warmup_steps
-        rate = learning_rate(roles.actor.optimizer, step, steps)
+        warmup = self.config.algorithm.critic_warmup_steps
+        only_critic = step <= warmup
+        rate = 0.0 if only_critic else learning_rate(roles.actor.optimizer, step - warmup, steps - warmup)
         critic_rate = learning_rate(roles.critic.optimizer, step, steps) if self.critic else 0.0
         loss = partial(self.policy_loss, kl_coefficient=kl_coefficient)
         temperature = self.config.rollout.sampling.temperature
-        policy, value = Results("loss/policy"), Results("loss/value")
+        policy, value = Results("actor", "loss/policy"), Results("critic", "loss/value")
 
-        def start_critic(mini_batch: list[Sample]) -> Started:
-            return [(value, mini_batch, self.critic.start_train_step(mini_batch, self.value_loss, critic_rate))]
+        def start_critic(batch: list[Sample]) -> Started:
+            return value, batch, self.critic.start_train_step(batch, self.value_loss, critic_rate)
 
-        def start_actor(mini_batch: list[Sample]) -> Started:
-            teaches = kl_coefficient > 0 or self.entropy or any(sample.advantages.any() for sample in mini_batch)
-            if only_critic or not teaches:
-                return []
-            return [(policy, mini_batch, self.actor.start_train_step(mini_batch, loss, rate, temperature, self.entropy))]
+        def start_actor(batch: list[Sample]) -> Started:
+            return policy, batch, self.actor.start_train_step(batch, loss, rate, temperature, self.entropy)
 
-        mini_batches = list(self.mini_batches(samples, step))
+        def teaches(batch: list[Sample]) -> bool:
+            return not only_critic and (kl_coefficient > 0 or self.entropy or any(map(has_advantage, batch)))
+
+        batches = [batch for batch in self.mini_batches(samples, step) if any(s.loss_mask.any() for s in batch)]
         if self.in_turns:
-            self.wait([started for batch in mini_batches for started in start_critic(batch)], step)
-            self.critic.place("generate")
-            self.actor.place("update")
-            self.wait([started for batch in mini_batches for started in start_actor(batch)], step)
+            for batch in batches:
+                self.wait([start_critic(batch)], step)
+            teaching = [batch for batch in batches if teaches(batch)]
+            if teaching:
+                self.critic.place("generate")
+                self.actor.place("update")
+            for batch in teaching:
+                self.wait([start_actor(batch)], step)
         else:
-            for batch in mini_batches:
-                self.wait([*(start_critic(batch) if self.critic else ()), *start_actor(batch)], step)
+            for batch in batches:
+                started = [start_critic(batch)] if self.critic else []
+                started += [start_actor(batch)] if teaches(batch) else []
+                self.wait(started, step)
         if not policy.num_tried and not only_critic:
-            self.console.line("warning: no sample has an advantage (are the rewards of every group equal?), so this step changes nothing")
-        metrics = {"learning_rate": rate}
+            self.console.line(
+                "warning: no sample has an advantage (are the rewards of every group equal?): this step teaches the policy nothing"
+            )
+        metrics = {} if only_critic else {"learning_rate": rate}
         if self.critic:
             metrics |= {"critic/learning_rate": critic_rate} | value.means(
                 {"critic/grad_norm": "grad_norm"}, {"critic/clip_ratio": "value_clipped", "critic/error": "value_error"}
@@ -76,12 +86,12 @@ class Updater:
             return metrics
         return metrics | policy.means({"grad_norm": "grad_norm"}, {"clip/ratio": "clipped", "kl/old": "kl_old"})
 
-    def wait(self, started: Started, step: int) -> None:
+    def wait(self, started: list[Started], step: int) -> None:
         for results, mini_batch, wait in started:
             result = wait()
             results.num_tried += 1
             if result["skipped"]:
-                self.skipped.add(f"step_{step:06d}", mini_batch, why_skipped(result))
+                self.skipped.add(f"step_{step:06d}", mini_batch, f"{results.role}: {why_skipped(result)}")
             else:
                 results.add(result, mini_batch)
 
@@ -94,10 +104,16 @@ class Updater:
             yield from (order[i : i + size] for i in range(0, len(order), size))
 
 
+def has_advantage(sample: Sample) -> bool:
+    """Anywhere where the off-policy correction leaves it a weight."""
+    return bool((sample.advantages if sample.weights is None else sample.advantages * sample.weights).any())
+
+
 class Results:
     """Sums over the updates of one role."""
 
-    def __init__(self, loss: str):
+    def __init__(self, role: str, loss: str):
+        self.role = role
         self.loss = loss  # what its mean is called; with the KL and entropy terms, if there are any
         self.num_tried = 0
         self.updates: list[dict[str, float]] = []  # but for those that were skipped

@@ -34,7 +34,8 @@ def warm_start(
         if result["skipped"]:
             skipped.add(f"warm_start_{step:06d}", batch, why_skipped(result))
             continue
-        run.log_metrics({"warm_start/step": step, "warm_start/loss": result["loss"], "warm_start/grad_norm": result["grad_norm"]})
+        metrics = {"loss": result["loss"], "grad_norm": result["grad_norm"]}
+        run.log_metrics({"warm_start/step": step} | {f"warm_start/{name}": value for name, value in metrics.items()})
         if step % 100 == 0 or step == settings.steps:
             console.line(f"warm start {step}/{settings.steps}  loss {result['loss']:.4f}")
 

@@ -1,5 +1,6 @@
 """The command line: exit codes, where messages go, and that errors need no heavy import."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,12 +16,28 @@ QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
 HEAVY = ("torch", "ray", "transformers", "numpy", "sglang", "megatron")
 
 
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """Without earlier runs."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
 def test_dry_run_prints_the_resolved_config(capsys):
     assert cli.main(["train", QUICKSTART, "trainer.steps=7", "--dry-run"]) == 0
     out, err = capsys.readouterr()
     assert "steps: 7" in out
     assert "# samples per step" in out
     assert err == ""
+
+
+def test_the_name_of_an_earlier_run_is_refused_in_a_dry_run_too(folder, capsys):
+    (folder / "runs/used").mkdir(parents=True)
+    (folder / "runs/used/metrics.jsonl").write_text("{}\n")
+    for more in ([], ["--dry-run"]):
+        assert cli.main(["train", QUICKSTART, "name=used", *more]) == 2
+        out, err = capsys.readouterr()
+        assert out == "" and err.startswith("megarl: error: name: runs/used holds an earlier run; give this one")
 
 
 def test_overrides_may_stand_on_both_sides_of_an_option(capsys):
@@ -50,7 +67,10 @@ def test_a_word_that_is_no_override_is_refused_with_code_2(capsys):
     assert capsys.readouterr().err == "megarl: error: override fast: key.path=value is expected\n"
 
 
-@pytest.mark.parametrize("arguments", [[], ["fly"], ["train"], ["train", QUICKSTART, "--dry"], ["train", "x", "-x"], ["clean", "--ray"]])
+WRONG = [[], ["fly"], ["train"], ["train", QUICKSTART, "--dry"], ["train", "x", "-x"], ["clean", "--ray"]]
+
+
+@pytest.mark.parametrize("arguments", WRONG)
 def test_wrong_arguments_exit_with_2(arguments, capsys):
     with pytest.raises(SystemExit) as exit_:
         cli.main(arguments)
@@ -118,4 +138,5 @@ def test_the_module_runs_as_a_program():
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=60)

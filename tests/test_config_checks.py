@@ -147,7 +147,8 @@ def test_ports_are_counted_bounded_distinct_and_free(folder):
         server.listen()
         port = server.getsockname()[1]
         assert only(refusal(f"rollout.ports=[{port}]")) == f"override rollout.ports=[{port}]: port {port} is in use"
-        load("base.yaml", [f"rollout.ports=[{port}]", "cluster.ray_address=head:6379", "device=cpu"])  # not on this machine
+        elsewhere = ["cluster.ray_address=head:6379", "device=cpu"]
+        load("base.yaml", [f"rollout.ports=[{port}]", *elsewhere])
     assert load("base.yaml", [f"rollout.ports=[{port}]"]).rollout.ports == [port]
 
 
@@ -164,14 +165,15 @@ def test_hidden_gpus_make_auto_the_cpu_and_cuda_an_error(folder, monkeypatch):
 
 def test_a_key_that_the_chosen_parts_do_not_read_is_refused(folder):
     line = only(refusal("algorithm.name=rloo", "algorithm.normalize_by_std=false"))
-    assert line.endswith("given False, but only algorithm.advantage: grpo reads it, and that is rloo")
+    assert line.endswith("given false, but only algorithm.advantage: grpo reads it, and that is rloo; valid: true")
     assert "only algorithm.policy_loss: dual_clip reads it" in only(refusal("algorithm.dual_clip=2.0"))
     assert "only algorithm.loss_aggregation: constant reads it" in only(refusal("algorithm.aggregation_length=100"))
-    load("base.yaml", ["algorithm.loss_aggregation=constant", "algorithm.aggregation_length=100", "algorithm.name=dr_grpo"])
+    load("base.yaml", ["algorithm.name=dr_grpo", "algorithm.aggregation_length=100"])
 
 
 def test_gspo_wants_clip_ranges_of_its_own(folder):
-    assert "0.2 stops nothing (the paper has 3e-4 and 4e-4); at most 0.05" in only(refusal("algorithm.policy_loss=gspo"))
+    line = only(refusal("algorithm.policy_loss=gspo"))
+    assert "0.2 stops nothing (the paper has 3e-4 and 4e-4); at most 0.05" in line
     load("base.yaml", ["algorithm.policy_loss=gspo", "algorithm.clip_low=3e-4", "algorithm.clip_high=4e-4"])
 
 
@@ -191,7 +193,7 @@ def test_a_remote_clusters_device_is_told_and_its_address_is_one_of_a_head(folde
     for address in ("ray://head:10001", "local", "''", "head"):
         assert "valid: HOST:PORT of a Ray head" in only(refusal(f"cluster.ray_address={address}", "device=cpu"))
     for address in ("head:6379", "10.0.0.7:6379", "[fd00::1]:6379", "auto"):
-        load("base.yaml", [f"cluster.ray_address={address!r}" if ":" in address else f"cluster.ray_address={address}", "device=cpu"])
+        load("base.yaml", [f"cluster.ray_address={address!r}", "device=cpu"])
 
 
 def test_servers_that_share_the_actors_gpus_fit_them_and_it_leaves_them(folder):
@@ -200,7 +202,8 @@ def test_servers_that_share_the_actors_gpus_fit_them_and_it_leaves_them(folder):
     load("base.yaml", [*colocated, "rollout.tensor_parallel=2", "roles.actor.offload=all"])
     line = only(refusal(*colocated, "rollout.servers=3"))
     assert "servers * tensor_parallel = 3 * 1 = 3, but" in line and line.endswith("roles.actor.gpus_per_node = 2")
-    assert only(refusal(*colocated, "roles.actor.offload=optimizer")).endswith("leaves its GPUs to the servers; valid: all")
+    line = only(refusal(*colocated, "roles.actor.offload=optimizer"))
+    assert line.endswith("leaves its GPUs to the servers; valid: all")
     assert only(refusal(*colocated, "roles.actor.nodes=2")).endswith("inside one machine; valid: 1")
     ppo = [*colocated, "algorithm.name=ppo"]
     load("base.yaml", [*ppo, "roles.critic={gpus_per_node: 2, tensor_parallel: 2}"])
@@ -224,7 +227,6 @@ def test_a_warmup_longer_than_the_run_is_refused(folder):
     )
     rising = ["roles.actor.optimizer.warmup_steps=100", "roles.actor.optimizer.schedule=cosine", "trainer.steps=100"]
     assert "trainer.steps = 100 leaves no step for schedule: cosine to fall in" in only(refusal(*rising))
-    load("base.yaml", ["warm_start.steps=20"])  # there is none
     short = only(refusal("warm_start.steps=20", "warm_start.data=train.jsonl"))
     assert "given 30, but the peak would not be reached in warm_start.steps" in short
 

@@ -3,6 +3,7 @@
 import pytest
 from config_folder import folder, only, refusal, write  # noqa: F401
 
+KL = ("coefficient", "in", "estimator", "importance_weighted", "target", "horizon")
 OPTIMIZED = ("warm_start", "roles.actor", "roles.critic")
 
 
@@ -16,7 +17,7 @@ def test_an_unknown_key_names_the_nearest_one_of_its_section(folder):
     ("override", "hint"),
     [
         ("rollout.temprature=0.7", "rollout.sampling.temperature"),
-        ("algorithm.kl=0.1", "algorithm.kl_coefficient or algorithm.kl_in or algorithm.kl_estimator or algorithm.kl_importance_weighted or algorithm.kl_target or algorithm.kl_horizon"),
+        ("algorithm.kl=0.1", " or ".join(f"algorithm.kl_{name}" for name in KL)),
         ("roles.actor.lr_rate=1e-6", "roles.actor.optimizer.learning_rate"),
         ("roles.actor.optimizer.lr=1e-6", "roles.actor.optimizer.learning_rate"),
         ("roles.actor.tp=2", "roles.actor.tensor_parallel"),
@@ -49,8 +50,8 @@ def test_an_unknown_key_like_no_other_lists_the_valid_ones(folder):
     [
         ('roles.actor.optimizer.learning_rate="1e-6"', 'given "1e-6" (a string), allowed: a number > 0'),
         ("roles.actor.optimizer.learning_rate=abc", "given abc (a string), allowed: a number > 0"),
-        ("roles.actor.optimizer.learning_rate=.inf", "given .inf (a number), allowed: a number > 0"),
-        ("roles.actor.optimizer.learning_rate=.nan", "given .nan (a number), allowed: a number > 0"),
+        ("roles.actor.optimizer.learning_rate=.inf", "given .inf (a number), allowed: a finite number > 0"),
+        ("roles.actor.optimizer.learning_rate=.nan", "given .nan (a number), allowed: a finite number > 0"),
         ("roles.actor.optimizer.learning_rate=true", "given true (a boolean), allowed: a number > 0"),
         ("algorithm.clip_low=2", "given 2 (a whole number), allowed: a number >= 0 and <= 1"),
         ("trainer.steps=1.0", "given 1.0 (a number), allowed: a whole number >= 1"),
@@ -59,6 +60,7 @@ def test_an_unknown_key_like_no_other_lists_the_valid_ones(folder):
         ("algorithm.mini_batch_size=0", "given 0 (a whole number), allowed: a whole number >= 1, or null"),
         ("algorithm.normalize_by_std=yes", "given yes (a string), allowed: true or false"),
         ("device=gpu", "given gpu (a string), allowed: one of auto, cpu, cuda"),
+        ("device=CUDA", "given CUDA (a string), allowed: one of auto, cpu, cuda; did you mean cuda?"),
         ("rollout.ports=30000", "given 30000 (a whole number), allowed: a list of whole numbers, or null"),
         ("rollout.server_args=3", "given 3 (a whole number), allowed: a mapping"),
         ("trainer=3", "given 3 (a whole number), allowed: a section of keys"),

@@ -10,9 +10,9 @@ from megarl.config import load
 
 @pytest.mark.parametrize(("text", "value"), [("1e-6", 1e-6), ("1E5", 1e5), ("2.5e-3", 2.5e-3), ("1e+2", 100), ("1", 1)])
 def test_numbers_without_a_dot_are_numbers_in_file_and_override(folder, text, value):
-    write(f"warm_start: {{optimizer: {{learning_rate: {text}}}}}\n")
+    write(f"roles: {{actor: {{optimizer: {{clip_grad: {text}}}}}}}\n")
     config = load("base.yaml", [f"roles.actor.optimizer.learning_rate={text}"])
-    assert config.warm_start.optimizer.learning_rate == value
+    assert config.roles.actor.optimizer.clip_grad == value
     assert config.roles.actor.optimizer.learning_rate == value
 
 
@@ -42,8 +42,8 @@ def test_a_list_is_accepted_for_the_betas_but_its_items_stay_strict(folder):
 
 def test_overrides_replace_values_and_add_to_mappings(folder):
     write("rollout:\n  servers: 2\n  server_args: {log_level: info, random_seed: 2}\n")
-    overrides = ["rollout={server_args: {random_seed: 3}}", "toy={}", "data.answer_key=null", "rollout.server_args.quantization=fp8"]
-    config = load("base.yaml", overrides)
+    overrides = ["rollout={server_args: {random_seed: 3}}", "toy={}", "data.answer_key=null"]
+    config = load("base.yaml", [*overrides, "rollout.server_args.quantization=fp8"])
     assert config.rollout.servers == 2
     assert config.rollout.server_args == {"log_level": "info", "random_seed": 3, "quantization": "fp8"}
     assert config.toy.folder == "runs/toy"

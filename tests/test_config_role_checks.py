@@ -1,4 +1,4 @@
-"""O13 and its kind: a role's sizes against each other, the model, the device; refused with numbers and valid choices."""
+"""O13 and its kind: a role's sizes against each other, the model, the device, refused with numbers and choices."""
 
 import json
 from pathlib import Path
@@ -39,8 +39,8 @@ def test_tensor_parallel_must_divide_heads_and_groups(folder, size):
 DENSE_CASES = [
     (
         {"gpus_per_node": 3, "tensor_parallel": 2},
-        "nodes * gpus_per_node = 1 * 3 = 3 is not divisible by tensor_parallel * context_parallel * pipeline_parallel = "
-        "2 * 1 * 1 = 2; nearest valid gpus_per_node: 2, 4",
+        "nodes * gpus_per_node = 1 * 3 = 3 is not divisible by tensor_parallel * context_parallel * pipeline_parallel "
+        "= 2 * 1 * 1 = 2; nearest valid gpus_per_node: 2, 4",
     ),
     ({"tensor_parallel": 2}, "is not divisible by tensor_parallel"),
     (
@@ -52,11 +52,18 @@ DENSE_CASES = [
         {"nodes": 2, "gpus_per_node": 3, "tensor_parallel": 2, "tensor_parallel_across_nodes": True},
         "given 2, but the 3 gpus_per_node must hold whole tensor-parallel groups; valid: 1, 3, or with ",
     ),
-    ({"pipeline_parallel": 5, "gpus_per_node": 5}, "must divide the model's 24 layers; valid: 1, 2, 3, 4, 6, 8, 12, 24"),
-    ({"virtual_pipeline_parallel": 2}, "given 2, but roles.actor.pipeline_parallel is 1: there is no pipeline to interleave"),
+    (
+        {"pipeline_parallel": 5, "gpus_per_node": 5},
+        "must divide the model's 24 layers; valid: 1, 2, 3, 4, 6, 8, 12, 24",
+    ),
+    (
+        {"virtual_pipeline_parallel": 2},
+        "given 2, but roles.actor.pipeline_parallel is 1: there is no pipeline to interleave",
+    ),
     (
         {"pipeline_parallel": 2, "gpus_per_node": 2, "virtual_pipeline_parallel": 5},
-        "given 5, but it must divide the 12 layers of a pipeline rank (24 layers / pipeline_parallel 2); valid: 1, 2, 3, 4, 6, 12",
+        "given 5, but it must divide the 12 layers of a pipeline rank (24 layers / pipeline_parallel 2); valid: 1, 2, "
+        "3, 4, 6, 12",
     ),
     ({"sequence_parallel": True}, "given true, but roles.actor.tensor_parallel is 1: there is nothing to split"),
     (
@@ -75,11 +82,14 @@ DENSE_CASES = [
     ),
 ]  # fmt: skip
 MOE_CASES = [
-    ({"expert_parallel": 3, "gpus_per_node": 3}, "given 3, but it must divide the model's 8 experts; valid: 1, 2, 4, 8"),
+    (
+        {"expert_parallel": 3, "gpus_per_node": 3},
+        "given 3, but it must divide the model's 8 experts; valid: 1, 2, 4, 8",
+    ),
     (
         {"expert_parallel": 4, "gpus_per_node": 2},
-        "expert_parallel * expert_tensor_parallel = 4 * 1 = 4 must divide the 2 ranks of a pipeline stage (world size 2 / "
-        "pipeline_parallel 1); valid products: 1, 2",
+        "expert_parallel * expert_tensor_parallel = 4 * 1 = 4 must divide the 2 ranks of a pipeline stage (world size "
+        "2 / pipeline_parallel 1); valid products: 1, 2",
     ),
     (
         {"tensor_parallel": 2, "gpus_per_node": 2},
@@ -88,7 +98,8 @@ MOE_CASES = [
     ),
     (
         {"expert_tensor_parallel": 2, "gpus_per_node": 2},
-        "given 2 with expert_parallel 1 and tensor_parallel 1, but gloo gathers equal numbers of tokens only; valid on a CPU: 1",
+        "given 2 with expert_parallel 1 and tensor_parallel 1, but gloo gathers equal numbers of tokens only; valid on "
+        "a CPU: 1",
     ),
     (
         {"recompute": "selective", "recompute_modules": ["mlp"]},
@@ -99,7 +110,8 @@ MOE_CASES = [
 
 def test_a_router_needs_experts_to_choose_from(folder):
     Path("model/config.json").write_text(json.dumps(MOE | {"num_experts_per_tok": 9}))
-    assert "config.json has num_experts 8, num_experts_per_tok 9 and moe_intermediate_size 96: no model" in only(refusal())
+    line = only(refusal())
+    assert "config.json has num_experts 8, num_experts_per_tok 9 and moe_intermediate_size 96: no model" in line
 
 
 @pytest.mark.parametrize("given", [[], ["mpl"]])
@@ -127,7 +139,8 @@ def test_what_a_model_with_experts_rules_out(moe, settings, text):
 
 
 def test_layouts_that_fit_are_accepted(folder):
-    load("base.yaml", actor(gpus_per_node=8, tensor_parallel=2, pipeline_parallel=2, virtual_pipeline_parallel=3, sequence_parallel=True))
+    pipeline = {"pipeline_parallel": 2, "virtual_pipeline_parallel": 3}
+    load("base.yaml", actor(gpus_per_node=8, tensor_parallel=2, sequence_parallel=True, **pipeline))
     load("base.yaml", actor(recompute="selective", recompute_modules=["core_attn", "mlp"], offload="all"))
     load("base.yaml", actor(nodes=4, tensor_parallel=2, tensor_parallel_across_nodes=True))
 
@@ -142,7 +155,10 @@ def test_expert_layouts_that_fit_are_accepted(moe):
     "overrides, text",
     [
         (["device=cpu"], "that runs on GPUs only, not with device: cpu; valid: auto, local"),
-        (["device=cuda", "cluster.ray_address=auto", "model.dtype=float32"], "that needs model.dtype: bfloat16, given float32"),
+        (
+            ["device=cuda", "cluster.ray_address=auto", "model.dtype=float32"],
+            "that needs model.dtype: bfloat16, given float32",
+        ),
     ],
 )
 def test_transformer_engine_is_refused_with_the_reason(folder, overrides, text):
@@ -152,7 +168,8 @@ def test_transformer_engine_is_refused_with_the_reason(folder, overrides, text):
 def test_context_parallel_needs_transformer_engine_on_a_gpu_too(folder):
     gpu = ["device=cuda", "cluster.ray_address=auto", *actor(context_parallel=2, gpus_per_node=2)]
     load("base.yaml", gpu)
-    assert "and model.transformer_impl: local rules it out; valid: 1" in only(refusal("model.transformer_impl=local", *gpu))
+    line = only(refusal("model.transformer_impl=local", *gpu))
+    assert "and model.transformer_impl: local rules it out; valid: 1" in line
 
 
 def test_roles_have_layouts_of_their_own_and_each_is_checked(folder):

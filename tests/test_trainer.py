@@ -37,8 +37,9 @@ def test_a_run_stops_where_trainer_and_server_disagree(dtype, limit, difference,
 
 def test_shuffled_rewards_are_a_permutation_that_the_seed_and_step_decide():
     def shuffled(seed, step):
-        samples = [SimpleNamespace(reward=float(i)) for i in range(20)]
+        samples = [SimpleNamespace(reward=float(i), reward_parts={"a": float(i)}) for i in range(20)]
         shuffle_rewards(samples, seed, step)
+        assert all(sample.reward_parts == {"a": sample.reward} for sample in samples)
         return [sample.reward for sample in samples]
 
     assert sorted(shuffled(1, 1)) == [float(i) for i in range(20)] != shuffled(1, 1)

@@ -3,7 +3,8 @@
 
     tools/make_preferences.py RUN OUT [--margin 0.5] [--first-step N] [--last-step N]
 
-RUN logs every response with trainer.num_logged_samples=null. Train on OUT with data.prompt_key=prompt.
+RUN logs every response with trainer.num_logged_samples=null; groups that it did not log whole are left out. Train on
+OUT with data.prompt_key=prompt.
 """
 
 import argparse
@@ -13,7 +14,7 @@ import sys
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch loads: this needs no GPU
 
 from megarl.errors import ConfigError
-from megarl.preferences import write_pairs
+from megarl.make_preferences import write_pairs
 
 
 def main() -> int:

@@ -63,11 +63,13 @@ def policy_loss(
     return aggregate(token_losses_T, batch, loss_aggregation, aggregation_length), metrics
 
 
-def sft_loss(logprobs: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Negative log-likelihood, mean over the trained tokens of the step. `logprobs`: [T] float32, as in policy_loss.
-    Metric, as a sum: `nll`."""
+def sft_loss(
+    logprobs: torch.Tensor, batch: Batch, loss_aggregation: str = "token_mean", aggregation_length: int | None = None
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Negative log-likelihood of the trained tokens. `logprobs`: [T] float32, as in policy_loss. Metric, as a sum: `nll`."""
     token_losses_T = -masked(logprobs, batch.loss_mask)
-    return aggregate(token_losses_T, batch, "token_mean"), {"nll": token_losses_T.detach().sum()}
+    loss = aggregate(token_losses_T, batch, loss_aggregation, aggregation_length)
+    return loss, {"nll": token_losses_T.detach().sum()}
 
 
 def aggregate(
@@ -78,7 +80,7 @@ def aggregate(
     token_mean: every trained token of the step weighs the same. sequence_mean: every sequence does; its weight is
     spread over its own trained tokens, which all lie in this batch, as no sequence is split. sequence_mean_token_sum:
     the sums of the sequences, divided by their number. constant: that divided by `aggregation_length` (tokens) too, the
-    same for every step, Dr. GRPO (arXiv:2503.20783), section 3.2.
+    same for every step, Dr. GRPO (arXiv:2503.20783), section 3.2. Sequences without trained tokens are not counted.
     """
     num_sequences = max(batch.num_sequences, 1)  # a step with nothing to train: 0, not 0/0
     if loss_aggregation == "token_mean":

@@ -48,7 +48,7 @@ def correction(
     compared, outcome = CORRECTIONS[kind]
     weights, clipped, vetoed = [], 0, 0
     for sample in samples:
-        log_ratios_N = (_trained(sample, "old_logprobs") - _trained(sample, "rollout_logprobs")).double()
+        log_ratios_N = (sample.trained("old_logprobs") - sample.trained("rollout_logprobs")).double()
         weights_N, outside_N = _weigh(_ratios(log_ratios_N, compared), low, high, outcome)
         is_vetoed = veto is not None and bool((_ratios(log_ratios_N, "token") < veto).any())
         if is_vetoed:
@@ -60,10 +60,6 @@ def correction(
         full_L[sample.loss_mask] = weights_N.float()
         weights.append(full_L)
     return weights, _metrics(samples, weights, clipped, vetoed)
-
-
-def _trained(sample: Sample, name: str) -> torch.Tensor:
-    return sample.require(name)[sample.loss_mask]
 
 
 def _ratios(log_ratios_N: torch.Tensor, compared: str) -> torch.Tensor:
@@ -88,8 +84,8 @@ def _metrics(samples: list[Sample], weights: list[torch.Tensor], clipped: int, v
     weights_N = torch.cat([w[sample.loss_mask] for w, sample in zip(weights, samples, strict=True)]).double()
     if not len(weights_N):
         return {}
-    old_N = torch.cat([_trained(sample, "old_logprobs") for sample in samples]).double()
-    rollout_N = torch.cat([_trained(sample, "rollout_logprobs") for sample in samples]).double()
+    old_N = torch.cat([sample.trained("old_logprobs") for sample in samples]).double()
+    rollout_N = torch.cat([sample.trained("rollout_logprobs") for sample in samples]).double()
     squares = weights_N.square().sum().item()
     return {
         "ess": weights_N.sum().item() ** 2 / squares / len(weights_N) if squares else 0.0,

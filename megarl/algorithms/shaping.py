@@ -20,13 +20,17 @@ def overlong_penalties(samples: list[Sample], max_tokens: int, buffer_tokens: in
 
 
 def mask_truncated(samples: list[Sample]) -> int:
-    """Train no token of truncated samples; returns their number. Their rewards stay in the statistics of their group.
+    """Train no token of truncated samples; returns their number. After the advantages, so that their rewards are in the
+    statistics of their group; their own advantages and returns become 0.
 
-    Overlong filtering, DAPO (arXiv:2503.14476), section 3.4. The old mask is replaced and not written to.
+    Overlong filtering, DAPO (arXiv:2503.14476), section 3.4. Old tensors are replaced and not written to.
     """
     truncated = [sample for sample in samples if sample.status is Status.TRUNCATED]
     for sample in truncated:
         sample.loss_mask = torch.zeros_like(sample.loss_mask)
+        for name in ("advantages", "returns"):
+            if (values_L := getattr(sample, name)) is not None:
+                setattr(sample, name, torch.zeros_like(values_L))
     return len(truncated)
 
 

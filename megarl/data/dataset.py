@@ -1,18 +1,18 @@
-"""JSONL rows to prompts and to samples for supervised training, and the order in which a run sees them."""
+"""JSONL rows to prompts, and the order in which a run sees them."""
 
 import functools
 import json
 import logging
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.config import DataConfig
 from megarl.data import chat
 from megarl.errors import ConfigError
-from megarl.sample import Prompt, Sample
+from megarl.sample import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -20,16 +20,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 NUM_SHOWN_ERRORS = 10
-
-
-def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict]]:
-    """Yield (line number from 1, row). Blank lines are no rows.
-
-    Raises ConfigError for a missing file, and at the end of the file one with all lines that are not a JSON object.
-    """
-    errors: list[str] = []
-    yield from read_rows(path, errors)
-    raise_if_any(errors, path)
 
 
 def load_prompts(
@@ -47,81 +37,20 @@ def load_prompts(
 
     Raises ConfigError naming every wrong row (file:line and key), or where no prompt is left.
     """
-    chat.check_chat_template(tokenizer)
     errors: list[str] = []
     prompts = []
     for line, row in read_rows(path, errors):
-        prompt = _parse_prompt(row, f"{path}:{line}", data_config, tokenizer, data_config.answer_key, errors)
+        prompt = parse_prompt(row, f"{path}:{line}", data_config, tokenizer, data_config.answer_key, errors)
         if prompt is not None:
             prompts.append(prompt)
     raise_if_any(errors, path)
     return _drop_overlong(prompts, path, data_config.max_prompt_tokens, context_length)
 
 
-def load_answered(
-    path: str | Path,
-    data_config: DataConfig,
-    tokenizer: "PreTrainedTokenizerBase",
-    context_length: int | None = None,
-    response_key: str = "response",
-) -> list[Sample]:
-    """Samples for supervised training: rows with `data_config.prompt_key` and a response, see `read_answered`."""
-    return read_answered(path, data_config, tokenizer, context_length, (response_key,))
-
-
-def read_answered(
-    path: str | Path,
-    data_config: DataConfig,
-    tokenizer: "PreTrainedTokenizerBase",
-    context_length: int | None,
-    response_keys: Sequence[str],
-) -> list[Sample]:
-    """For each row a sample per key, in the order of the keys; group_id is the row's place, index the sample's.
-
-    A response is a text, or a list of one assistant message, that the end-of-turn token is appended to; the loss covers
-    both. Raises ConfigError naming every wrong row (file:line and key), two equal responses of a row among them, or
-    where a prompt exceeds max_prompt_tokens or a whole sequence `context_length`: nothing is dropped here.
-    """
-    chat.check_chat_template(tokenizer)
-    if tokenizer.eos_token_id is None:
-        raise ConfigError("model.path: the tokenizer has no eos_token to end a response with")
-    errors: list[str] = []
-    samples: list[Sample] = []
-    for line, row in read_rows(path, errors):
-        source = f"{path}:{line}"
-        prompt = _parse_prompt(row, source, data_config, tokenizer, None, errors)
-        responses = [_parse_response(row, source, key, tokenizer, errors) for key in response_keys]
-        if prompt is None or None in responses:
-            continue
-        if len(set(responses)) < len(responses):
-            errors.append(f"{source}: {', '.join(response_keys)}: the same text")
-        if len(prompt.token_ids) > data_config.max_prompt_tokens:
-            given, limit = len(prompt.token_ids), data_config.max_prompt_tokens
-            errors.append(f"{source}: {data_config.prompt_key}: {given} tokens > data.max_prompt_tokens={limit}")
-        for key, response in zip(response_keys, responses):
-            response_ids = tokenizer.encode(response, add_special_tokens=False) + [tokenizer.eos_token_id]
-            num_tokens = len(prompt.token_ids) + len(response_ids)
-            if context_length is not None and num_tokens > context_length:
-                errors.append(
-                    f"{source}: {key}: {num_tokens} tokens with the prompt > the model's context of {context_length}"
-                )
-            index = len(samples)
-            group_id = index // len(response_keys)
-            samples.append(
-                Sample.from_response(prompt, response_ids, group_id=group_id, index=index, response_text=response)
-            )
-    raise_if_any(errors, path)
-    if not samples:
-        raise ConfigError(f"{path}: no rows")
-    return samples
-
-
-def check_enough(prompts: list[Prompt], prompts_per_step: int, path: str | Path) -> None:
-    """Raise ConfigError where one step would have to use a prompt twice."""
-    if len(prompts) < prompts_per_step:
-        raise ConfigError(
-            f"{len(prompts)} prompts after filtering < algorithm.prompts_per_step={prompts_per_step} ({path})"
-        )
+def check_enough(rows: list, prompts_per_step: int, path: str | Path, what: str = "prompts after filtering") -> None:
+    """Raise ConfigError where one step would have to use a row twice."""
+    if len(rows) < prompts_per_step:
+        raise ConfigError(f"{len(rows)} {what} < algorithm.prompts_per_step={prompts_per_step} ({path})")
 
 
 class PromptStream:
@@ -158,8 +87,8 @@ def _epoch_order(num_prompts: int, seed: int, epoch: int) -> tuple[int, ...]:
 
 
 def read_rows(path: str | Path, errors: list[str]) -> Iterator[tuple[int, dict]]:
-    """`read_jsonl` for callers with errors of their own: lines that are no JSON object are added to `errors`, which
-    `raise_if_any` reports."""
+    """Yield (line number from 1, row); blank lines are no rows. Lines that are no JSON object are added to `errors`,
+    which `raise_if_any` reports. Raises ConfigError for a missing file."""
     path = Path(path)
     if not path.is_file():
         raise ConfigError(f"{path}: no such file")
@@ -181,15 +110,17 @@ def read_rows(path: str | Path, errors: list[str]) -> Iterator[tuple[int, dict]]
                 errors.append(f"{path}:{line}: wanted a JSON object, given {short(row)}")
 
 
-def _parse_prompt(
+def parse_prompt(
     row: dict,
     source: str,
     data_config: DataConfig,
     tokenizer: "PreTrainedTokenizerBase",
     answer_key: str | None,
     errors: list[str],
+    response_keys: tuple[str, ...] = (),
 ) -> Prompt | None:
-    """The prompt of one row; None where something was added to `errors`."""
+    """The prompt of one row, the columns that others read left out of its metadata; None where something was added to
+    `errors`."""
     num_errors = len(errors)
     messages = _parse_messages(row, source, data_config, errors)
     answer = None if answer_key is None else _parse_answer(row, source, answer_key, errors)
@@ -200,7 +131,8 @@ def _parse_prompt(
     except ConfigError as error:
         errors.append(f"{source}: {data_config.prompt_key}: {error}")
         return None
-    metadata = {key: value for key, value in row.items() if key not in (data_config.prompt_key, answer_key)}
+    read = (data_config.prompt_key, answer_key, *response_keys)
+    metadata = {key: value for key, value in row.items() if key not in read}
     if "source" in metadata:
         metadata["source_column"] = metadata["source"]
     metadata["source"] = source
@@ -209,8 +141,7 @@ def _parse_prompt(
 
 def _parse_messages(row: dict, source: str, data_config: DataConfig, errors: list[str]) -> list[dict[str, str]]:
     key = data_config.prompt_key
-    if key not in row:
-        errors.append(f"{source}: no column {key} (data.prompt_key); columns: {', '.join(row) or 'none'}")
+    if not has_column(row, source, key, "data.prompt_key", errors):
         return []
     value = row[key]
     messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
@@ -235,26 +166,8 @@ def _parse_messages(row: dict, source: str, data_config: DataConfig, errors: lis
     return messages
 
 
-def _parse_response(
-    row: dict, source: str, key: str, tokenizer: "PreTrainedTokenizerBase", errors: list[str]
-) -> str | None:
-    """The text of a response; None where something was added to `errors`."""
-    value = row.get(key)
-    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], dict):
-        value = value[0].get("content") if value[0].get("role") == "assistant" else None
-    if not isinstance(value, str) or not value.strip():
-        given = short(row.get(key))
-        errors.append(f"{source}: {key}: wanted a non-empty string or a list of one assistant message, given {given}")
-        return None
-    if tokenizer.eos_token in value:
-        errors.append(f"{source}: {key}: contains {tokenizer.eos_token}, which is appended anyway")
-        return None
-    return value
-
-
 def _parse_answer(row: dict, source: str, key: str, errors: list[str]) -> str | None:
-    if key not in row:
-        errors.append(f"{source}: no column {key} (data.answer_key; null: no answers)")
+    if not has_column(row, source, key, "data.answer_key; null: no answers", errors):
         return None
     value = row[key]
     if isinstance(value, int) and not isinstance(value, bool):
@@ -265,6 +178,12 @@ def _parse_answer(row: dict, source: str, key: str, errors: list[str]) -> str | 
         errors.append(f"{source}: {key}: wanted a non-empty string or a finite number, given {short(value)}")
         return None
     return value
+
+
+def has_column(row: dict, source: str, column: str, named_by: str, errors: list[str]) -> bool:
+    if column not in row:
+        errors.append(f"{source}: no column {column} ({named_by}); columns: {', '.join(row) or 'none'}")
+    return column in row
 
 
 def _drop_overlong(

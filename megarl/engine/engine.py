@@ -344,7 +344,8 @@ def _loss_head(loss: Loss) -> Head:
 
 
 def _sums(results: list[dict]) -> dict[str, float]:
-    return {key: float(sum(result.get(key, 0.0) for result in results)) for key in {k for r in results for k in r}}
+    keys = dict.fromkeys(key for result in results for key in result)  # a set has another order in each process
+    return {key: float(sum(result.get(key, 0.0) for result in results)) for key in keys}
 
 
 def _finalize_summed_gradients(model, num_tokens, **kwargs):

@@ -1,5 +1,7 @@
 """Device tensors in host memory: moved there and back in place, or copied."""
 
+import mmap
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
@@ -13,19 +15,22 @@ _ALIGNMENT = 64
 class HostMemory:
     """One block of host memory, page-locked where there is a GPU, grown at need and kept for the next time.
 
-    One, for torch's own page-locked allocations are rounded up to powers of two.
+    One, for torch's own page-locked allocations are rounded up to powers of two. On pages of its own, unlocked before
+    they are freed: CUDA locks whole pages, takes those of freed memory for locked still and refuses to lock one again.
     """
 
     def __init__(self):
         self._block = torch.empty(0, dtype=torch.uint8)
+        self._unlock = weakref.finalize(self, parallel.unlock_pages, self._block)
 
     def parts(self, sizes: Sequence[int]) -> Iterator[torch.Tensor]:
         """Disjoint uint8 tensors of `sizes` bytes; what earlier ones held is lost."""
         aligned = [padded(size, _ALIGNMENT) for size in sizes]
         if sum(aligned) > self._block.numel():
-            parallel.unlock_pages(self._block)
-            self._block = torch.empty(sum(aligned), dtype=torch.uint8)
+            self._unlock()
+            self._block = torch.frombuffer(mmap.mmap(-1, sum(aligned), mmap.MAP_PRIVATE), dtype=torch.uint8)
             parallel.lock_pages(self._block)
+            self._unlock = weakref.finalize(self, parallel.unlock_pages, self._block)
         return (part[:size] for part, size in zip(self._block[: sum(aligned)].split(aligned), sizes))
 
 

@@ -20,9 +20,10 @@ def sample_metrics(samples: list[Sample], group_size: int) -> dict[str, float]:
         f"reward/{name}_mean": sum(sample.reward_parts[name] for sample in samples) / len(samples)
         for name in samples[0].reward_parts
     }
-    return metrics | parts | {
-        "reward/mean": rewards_PG.mean().item(),
-        "reward/std": rewards_PG.std(unbiased=False).item(),
+    metrics |= parts | {"reward/mean": rewards_PG.mean().item(), "reward/std": rewards_PG.std(unbiased=False).item()}
+    if group_size == 1:
+        return metrics
+    return metrics | {
         "group/zero_variance_groups": constant_P.sum().item(),
         "group/zero_std_ratio": constant_P.double().mean().item(),
     }
@@ -49,4 +50,4 @@ def policy_metrics(samples: list[Sample], entropies: list[torch.Tensor] | None) 
 
 
 def _trained(samples: list[Sample], name: str) -> torch.Tensor:
-    return torch.cat([sample.require(name)[sample.loss_mask] for sample in samples])
+    return torch.cat([sample.trained(name) for sample in samples])

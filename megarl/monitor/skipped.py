@@ -28,10 +28,10 @@ class SkippedUpdates:
 
 
 def nonfinite_fields(samples: list[Sample]) -> int:
-    """How many trained tokens have a log-prob, of whomever, or a value that is not a finite number."""
+    """How many trained tokens have a log-prob, of server, actor or reference, or a value that is not a finite number."""
     count = 0
     for sample in samples:
-        for name in ("rollout_logprobs", "old_logprobs", "ref_logprobs", "teacher_logprobs", "values"):
+        for name in ("rollout_logprobs", "old_logprobs", "ref_logprobs", "values"):
             if (numbers := getattr(sample, name)) is not None:
                 count += int((~torch.isfinite(numbers) & sample.loss_mask).sum())
     return count

@@ -22,6 +22,8 @@ REWARDS: dict[str, Callable[["Sample"], float]] = {
     "completed": completed,
 }
 
+DIGITS = 12  # after the point: sums that are equal but for rounding are equal, as 0.1 + 0.2 and 0.3
+
 
 def score_by_name(samples: list["Sample"], reward: str | dict[str, float]) -> None:
     """Fill `.reward` by a name of REWARDS, or by several as the sum of weight * part; then `.reward_parts` too.
@@ -35,7 +37,8 @@ def score_by_name(samples: list["Sample"], reward: str | dict[str, float]) -> No
         for sample in samples:
             sample.reward_parts[name] = sample.reward
     for sample in samples:
-        sample.reward = sum(weight * sample.reward_parts[name] for name, weight in reward.items())
+        total = math.fsum(weight * sample.reward_parts[name] for name, weight in reward.items())
+        sample.reward = round(total, DIGITS)
 
 
 def score(samples: list["Sample"], reward: Callable[["Sample"], float]) -> None:

@@ -31,6 +31,7 @@ class Fleet:
         self.report = report
         self.client: RolloutClient | None = None
         self.sync: WeightSync | None = None
+        self.watched: list[RoleGroup] = []  # roles that nobody else looks at while the servers generate
         self.version = 0
         self.restarts = 0
         self._urls: list[str] = []  # by index
@@ -74,6 +75,7 @@ class Fleet:
         limit = config.sync.canary_diff_limit or DIFF_LIMIT[config.model.dtype]
         canary = Canary(actor, self.client, inputs.vocab_size, inputs.context_length, limit)
         placement = ColocatedSync if config.placement == "colocated" else BroadcastSync
+        self.watched.append(actor)
         self.sync = placement(actor, self.client, config.rollout.tensor_parallel, config.sync, canary)
         if config.debug.sync_checksum:
             self.push(version=0)
@@ -133,9 +135,10 @@ class Fleet:
             self._restart(url, str(failure), counts=i == 0)  # they hang in one broadcast: one incident
 
     def _tend(self) -> None:
-        """While requests run: start dead servers again, and bring them back at once where none is left. Nobody else looks at
-        the actor meanwhile: raises RunError where a rank of it has died."""
-        self.sync.actor.raise_dead()
+        """While requests run: start dead servers again, and bring them back at once where none is left. Raises RunError where a
+        rank of the watched roles has died."""
+        for role in self.watched:
+            role.raise_dead()
         self._restart_dead()
         if not self.client.urls:
             self.push(self.version)

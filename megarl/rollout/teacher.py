@@ -89,12 +89,12 @@ class Teacher:
 
 
 def masked_logprobs(sample: Sample, logprobs: list[float]) -> torch.Tensor:
-    """[L] float32: a server's log-probs of the sample's tokens, 0 where masked. RunError for what is not finite."""
-    logprobs_L = torch.tensor(logprobs, dtype=torch.float32)
+    """[L] float32: a server's log-probs of the trained tokens, 0 elsewhere. RunError for what is not finite there."""
+    logprobs_L = torch.tensor(logprobs, dtype=torch.float32).masked_fill(~sample.loss_mask, 0.0)
     if broken := (~logprobs_L.isfinite()).nonzero().flatten().tolist():
         what = f"the teacher's log-probs of {len(broken)} tokens are not finite, the first at index {broken[0]}"
         raise RunError(f"{_name(sample)}: {what}")
-    return logprobs_L.masked_fill(~sample.loss_mask, 0.0)
+    return logprobs_L
 
 
 def check_same_tokens(student: "PreTrainedTokenizerBase", teacher_path: str | Path) -> None:

@@ -7,7 +7,8 @@ import pytest
 
 from megarl.config import DataConfig
 from megarl.data import chat, toy
-from megarl.data.dataset import PromptStream, check_enough, load_answered, load_prompts, read_jsonl
+from megarl.data.dataset import PromptStream, check_enough, load_prompts, raise_if_any, read_rows
+from megarl.data.responses import load_responses
 from megarl.errors import ConfigError
 from megarl.rewards import REWARDS, score
 from megarl.sample import Prompt, Sample
@@ -39,20 +40,23 @@ def user(text):
     return [{"role": "user", "content": text}]
 
 
-def assistant(text):
-    return [{"role": "assistant", "content": text}]
+def read(path):
+    errors = []
+    rows = list(read_rows(path, errors))
+    raise_if_any(errors, path)
+    return rows
 
 
-def test_read_jsonl_yields_rows_with_line_numbers_and_skips_blank_lines(tmp_path):
+def test_rows_come_with_line_numbers_and_blank_lines_are_none(tmp_path):
     path = write(tmp_path / "a.jsonl", [{"x": 1}, "", {"x": "é\u2028 \U0001f600"}])
-    assert list(read_jsonl(path)) == [(1, {"x": 1}), (3, {"x": "é\u2028 \U0001f600"})]
+    assert read(path) == [(1, {"x": 1}), (3, {"x": "é\u2028 \U0001f600"})]
 
 
-def test_read_jsonl_names_every_bad_line_at_once(tmp_path):
+def test_every_line_that_is_no_row_is_named_at_once(tmp_path):
     path = write(tmp_path / "a.jsonl", [{"x": 1}, "{oops", {"x": 2}, "[1]"])
     path.write_bytes(path.read_bytes() + b'{"x": "\xff"}\n{"x": "half \\ud83d of a pair"}\n')
     with pytest.raises(ConfigError) as error:
-        list(read_jsonl(path))
+        read(path)
     assert "4 error(s)" in str(error.value)
     for line in (2, 4, 5, 6):
         assert f"{path}:{line}:" in str(error.value)
@@ -62,16 +66,17 @@ def test_read_jsonl_names_every_bad_line_at_once(tmp_path):
 def test_more_than_ten_errors_are_counted_but_not_all_shown(tmp_path):
     path = write(tmp_path / "a.jsonl", ["{"] * 25)
     with pytest.raises(ConfigError, match="25 error") as error:
-        list(read_jsonl(path))
+        read(path)
     assert str(error.value).count("not JSON") == 10
 
 
 def test_a_missing_or_empty_file_is_refused(tmp_path, tokenizer):
     with pytest.raises(ConfigError, match="no such file"):
-        list(read_jsonl(tmp_path / "none.jsonl"))
-    for load in (load_prompts, load_answered):
+        read(tmp_path / "none.jsonl")
+    empty = write(tmp_path / "empty.jsonl", [])
+    for load in (load_prompts, lambda *arguments: load_responses(*arguments, 256, ("response_key",))):
         with pytest.raises(ConfigError, match="no rows"):
-            load(write(tmp_path / "empty.jsonl", []), settings(), tokenizer)
+            load(empty, settings(), tokenizer)
 
 
 def test_string_and_messages_give_the_same_ids(tmp_path, tokenizer):
@@ -166,6 +171,8 @@ def test_fewer_prompts_than_a_step_needs_is_refused():
     prompts = [Prompt(messages=user("1"), token_ids=[1])] * 5
     with pytest.raises(ConfigError, match=r"5 prompts after filtering < algorithm.prompts_per_step=8 \(a.jsonl\)"):
         check_enough(prompts, 8, "a.jsonl")
+    with pytest.raises(ConfigError, match=r"5 rows < algorithm.prompts_per_step=8 \(a.jsonl\)"):
+        check_enough(prompts, 8, "a.jsonl", "rows")
     check_enough(prompts, 5, "a.jsonl")
 
 
@@ -218,37 +225,3 @@ def test_a_restored_position_goes_on_in_the_same_order():
 def test_a_stream_of_nothing_is_refused():
     with pytest.raises(ConfigError):
         PromptStream([], seed=1)
-
-
-def test_answered_samples_train_the_response_and_the_end_of_turn(tmp_path, tokenizer):
-    rows = [{"prompt": "1?", "response": "3 + 4 = 7"}, {"prompt": user("2?"), "response": assistant("I")}]
-    path = write(tmp_path / "w.jsonl", rows)
-    first, second = load_answered(path, settings(), tokenizer)
-    trained = first.token_ids[first.loss_mask].tolist()
-    assert tokenizer.decode(trained) == "3 + 4 = 7<|im_end|>" == first.response_text + "<|im_end|>"
-    assert trained[-1] == tokenizer.eos_token_id
-    assert first.token_ids[: first.prompt_length].tolist() == first.prompt.token_ids
-    assert not first.loss_mask[: first.prompt_length].any()
-    assert [(sample.group_id, sample.index) for sample in (first, second)] == [(0, 0), (1, 1)]
-    assert second.prompt.metadata["source"] == f"{path}:2" and second.response_text == "I"
-
-
-def test_wrong_answered_rows_are_all_named(tmp_path, tokenizer):
-    rows = [{"prompt": "1?", "reply": "2"}, {"prompt": "1?"}, {"prompt": "", "reply": "2"}, {"prompt": "1?", "reply": ""}]
-    rows += [{"prompt": "1?", "reply": "2<|im_end|>"}, {"prompt": text_of_length(33), "reply": "2"}]
-    rows += [{"prompt": "1?", "reply": reply} for reply in (user("2"), assistant("2") * 2, assistant(None))]
-    path = write(tmp_path / "w.jsonl", rows)
-    with pytest.raises(ConfigError, match=r"8 error\(s\)") as error:
-        load_answered(path, settings(max_prompt_tokens=32), tokenizer, response_key="reply")
-    lines = str(error.value).splitlines()[1:]
-    keys = ["reply", "prompt", "reply", "reply", "prompt", "reply", "reply", "reply"]
-    for line, (number, key) in zip(lines, enumerate(keys, start=2), strict=True):
-        assert line.strip().startswith(f"{path}:{number}: {key}: "), line
-    assert "33 tokens > data.max_prompt_tokens=32" in lines[4]
-
-
-def test_an_answered_row_beyond_the_context_is_refused(tmp_path, tokenizer):
-    path = write(tmp_path / "w.jsonl", [{"prompt": text_of_length(20), "response": "12"}])
-    assert len(load_answered(path, settings(), tokenizer, context_length=23)) == 1
-    with pytest.raises(ConfigError, match="response: 23 tokens with the prompt > the model's context of 22"):
-        load_answered(path, settings(), tokenizer, context_length=22)

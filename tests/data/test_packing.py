@@ -121,7 +121,9 @@ def test_each_sequence_is_padded_at_its_end_with_tokens_that_are_not_trained():
     assert batch.ref_logprobs is None
 
 
-@pytest.mark.parametrize("multiple_of, both, ends", [(2, 4, [0, 4, 8]), (16, 16, [0, 4, 8, 16]), (6, 12, [0, 4, 8, 12])])
+@pytest.mark.parametrize(
+    "multiple_of, both, ends", [(2, 4, [0, 4, 8]), (16, 16, [0, 4, 8, 16]), (6, 12, [0, 4, 8, 12])]
+)
 def test_a_microbatch_is_filled_up_to_both_multiples(multiple_of, both, ends):
     batch = pack([sample([1, 2], [5]), sample([3], [4])], 2, 2, torch.device("cpu"), multiple_of, sequence_multiple=4)
     assert batch.cu_seqlens.tolist() == ends and len(batch.token_ids) == ends[-1]

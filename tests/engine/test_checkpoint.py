@@ -13,6 +13,7 @@ from ranks import make_engine, run_ranks
 
 from megarl.algorithms.losses import sft_loss
 from megarl.config import CriticConfig, ModelConfig, OptimizerConfig
+from megarl.errors import ConfigError
 from megarl.sample import Prompt, Sample
 
 TOOL = Path(__file__).parents[2] / "tools" / "convert_ckpt.py"
@@ -70,6 +71,20 @@ def test_export_of_a_folder_without_checkpoint_is_refused(tmp_path):
         [sys.executable, TOOL, "--to-hf", tmp_path, tmp_path / "out"], capture_output=True, text=True, timeout=300
     )
     assert result.returncode == 2 and "neither a checkpoint nor a run directory" in result.stderr
+
+
+def test_of_a_run_that_was_interrupted_the_finished_steps_are_exported_and_else_a_checkpoint_must_be_named(tmp_path):
+    from megarl.engine.hf.export import find_checkpoint
+
+    interrupted, finished = (tmp_path / "checkpoints" / name for name in ("interrupted_000007", "step_000005"))
+    interrupted.mkdir(parents=True)
+    (interrupted / "megarl.json").touch()
+    with pytest.raises(ConfigError, match=f"only interrupted_000007: give {interrupted} to export it"):
+        find_checkpoint(tmp_path)
+    assert find_checkpoint(interrupted) == interrupted
+    finished.mkdir()
+    (finished / "megarl.json").touch()
+    assert find_checkpoint(tmp_path) == finished
 
 
 def names_on_disk(rank, model):

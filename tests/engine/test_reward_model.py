@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from megarl.algorithms.preference_losses import bradley_terry_loss
 from megarl.config import CriticConfig, ModelConfig, OptimizerConfig
-from megarl.data.preferences import scored
+from megarl.data.responses import with_score_token
 from megarl.errors import ConfigError
 from megarl.sample import Prompt, Sample
 
@@ -27,7 +27,7 @@ def value_engine(model, bias):
 
 
 def score(engine):
-    values = engine.values([scored(sample) for sample in SAMPLES])
+    values = engine.values([with_score_token(sample) for sample in SAMPLES])
     return [values[i][-1].item() for i in range(len(SAMPLES))]
 
 
@@ -40,7 +40,7 @@ def train_save_export(rank, model, folder, bias):
 
     engine = value_engine(model, bias is not None)
     engine.use_optimizer(OptimizerConfig())
-    engine.train_step([scored(sample) for sample in SAMPLES], bradley_terry_loss, 1e-2, pairs=True)
+    engine.train_step([with_score_token(sample) for sample in SAMPLES], bradley_terry_loss, 1e-2, pairs=True)
     if bias is not None:
         with torch.no_grad():
             engine.chunks[0].output_layer.bias.fill_(bias)

@@ -1,6 +1,7 @@
 """The engine on GPUs over NCCL against transformers; `pytest -m gpu tests/gpu` on a machine with at least one GPU."""
 
 import os
+import pickle
 import traceback
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from ranks import make_engine, run_ranks
 
 from megarl.algorithms.losses import sft_loss
 from megarl.config import OptimizerConfig, RoleConfig
+from megarl.engine.offload import Snapshot
 from megarl.sample import Prompt, Sample
 
 pytestmark = pytest.mark.gpu
@@ -73,37 +75,68 @@ def references(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def results(references):
-    """Case -> results of its ranks. A process starts in half a minute on a GPU: one per rank serves all cases."""
+def results(references, tmp_path_factory):
+    """case -> what each of its ranks returned, or why it failed.
+
+    A process starts in half a minute on a GPU: one per rank serves all cases up to one that fails, then new ones do.
+    """
     folders = {name: reference[:2] for name, reference in references.items()}
     found = {}
-    for world_size in range(1, min(NUM_GPUS, 2) + 1):
-        cases = [case for case in CASES if case[3] == world_size]
-        ports = [20000 + os.getpid() % 9000 + i for i in range(len(cases))]  # below those that sockets get by themselves
-        by_rank = run_ranks(all_cases, world_size, folders, cases, ports, timeout_s=400)
-        found |= {case_id(case): [results[i] for results in by_rank] for i, case in enumerate(cases)}
+
+    def outcomes(case) -> list:
+        while case_id(case) not in found:
+            left = [other for other in CASES if other[3] == case[3] and case_id(other) not in found]
+            found.update(until_one_fails(left, case[3], folders, tmp_path_factory.mktemp("outcomes")))
+        return found[case_id(case)]
+
+    return outcomes
+
+
+def until_one_fails(cases, world_size, folders, place) -> dict[str, list]:
+    """Outcomes of the first of `cases`, one at least; where some are left, the last failed or lost its process."""
+    died = None
+    try:
+        run_ranks(serve, world_size, folders, cases, place, timeout_s=400)
+    except (AssertionError, EOFError) as error:
+        ends = [f"{path.name}: ...{path.read_text()[-4000:]}" for path in sorted(place.glob("output-*"))]
+        died = "\n".join([f"the processes ended early: {type(error).__name__} {error}", *ends])
+    found = {}
+    for name in map(case_id, cases):
+        files = [place / f"{name}-{rank}" for rank in range(world_size)]
+        found[name] = [pickle.loads(file.read_bytes()) if file.exists() else died for file in files]
+        if any(isinstance(outcome, str) for outcome in found[name]):
+            break
     return found
 
 
 def case_id(case) -> str:
     model, impl, dtype, world_size, role = case
-    return "-".join([model, impl, dtype, f"{world_size} ranks", *role])
+    return "-".join([model, impl, dtype, f"{world_size} ranks", *(f"{key}={value}" for key, value in role.items())])
 
 
-def all_cases(rank, folders, cases, ports):
-    """For each case what `score_and_step` returns, or the traceback."""
+def serve(rank, folders, cases, place):
+    """Leave a file in `place` for each case up to one that fails: what `score_and_step` returns, or the traceback.
+
+    No further, for then the other ranks may be waiting for this one. What the process prints goes to a file as well.
+    """
     from megarl.engine import parallel
 
-    outcomes = []
-    for port, (model, impl, dtype, world_size, role) in zip(ports, cases, strict=True):
-        print(f"rank {rank}: {case_id((model, impl, dtype, world_size, role))}", flush=True)  # where it hangs, if it does
+    with open(place / f"output-{rank}", "w") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    for case in cases:
+        model, impl, dtype, world_size, role = case
         parallel.shutdown()
-        parallel.initialize(rank, world_size, "127.0.0.1", port, RoleConfig(**role), seed=1)
+        port = 20000 + os.getppid() % 9000 + CASES.index(case)  # below those that sockets get by themselves
+        parallel.initialize(rank, world_size, "127.0.0.1", port, RoleConfig(**role), seed=1, timeout_s=60)
+        print(case_id(case), flush=True)
         try:
-            outcomes.append(score_and_step(*folders[model], dtype, impl, role))
+            outcome = score_and_step(*folders[model], dtype, impl, role)
         except Exception:
-            outcomes.append(traceback.format_exc())
-    return outcomes
+            outcome = traceback.format_exc()
+        (place / f"{case_id(case)}-{rank}").write_bytes(pickle.dumps(outcome))
+        if isinstance(outcome, str):
+            return
 
 
 def score_and_step(folder, sequences, dtype, impl, role):
@@ -150,9 +183,9 @@ def test_logprobs_and_gradients_equal_transformers(references, results, case):
         pytest.skip(f"needs {world_size} GPUs")
     _, sequences, hf_logprobs, hf_loss, hf_gradients = references[model]
     tolerance, norm_tolerance, gradient_tolerance = TOLERANCE[dtype]
-    ranks = results[case_id(case)]
-    for outcome in ranks:
-        assert not isinstance(outcome, str), outcome
+    ranks = results(case)
+    failures = {outcome for outcome in ranks if isinstance(outcome, str)}
+    assert not failures, "\n".join(failures)
     logprobs = {i: x for rank in ranks for i, x in rank[0].items()}
     differences = torch.cat([torch.tensor(logprobs[i][1:]) - expected for i, expected in enumerate(hf_logprobs)]).abs()
     changed, changed_share = (differences > tolerance).float().mean(), 0.0
@@ -172,3 +205,16 @@ def test_logprobs_and_gradients_equal_transformers(references, results, case):
     assert losses[0] == pytest.approx(hf_loss, rel=norm_tolerance) and losses[0] > losses[1] > losses[2]
     assert {i: x for rank in ranks for i, x in rank[2].items()} == logprobs  # the reference: the weights before
     assert max(errors.values()) < gradient_tolerance, {k: v for k, v in errors.items() if v > gradient_tolerance}
+
+
+def test_dropped_host_memory_can_be_locked_again():
+    """Blocks below and above the size from which malloc maps pages for itself."""
+    for _ in range(20):
+        for num_bytes in (10_000, 3_000_001, 40_000_000):
+            snapshots = [Snapshot(), Snapshot()]
+            values = torch.arange(num_bytes, device="cuda").to(torch.uint8)
+            for snapshot in snapshots:
+                snapshot.take([values])
+                copy = torch.zeros_like(values)
+                snapshot.put([copy])
+                assert torch.equal(copy, values)

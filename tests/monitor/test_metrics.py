@@ -16,10 +16,19 @@ def test_rewards_and_responses_by_hand():
     assert sample_metrics(samples, group_size=2) == {
         "reward/mean": 0.75,
         "reward/std": pytest.approx(0.4330127),  # of all samples: sqrt(0.75 * 0.25)
+        "group/zero_variance_groups": 1,
         "group/zero_std_ratio": 0.5,
         "response/length_mean": 3.0,
         "response/truncated_ratio": 0.25,
     }
+
+
+def test_parts_of_a_reward_have_means_and_without_a_reward_there_is_none():
+    samples = [sample(0.5), sample(0.0)]
+    samples[0].reward_parts, samples[1].reward_parts = {"gsm8k": 0.0, "completed": 1.0}, {"gsm8k": 0.0, "completed": 0.0}
+    metrics = sample_metrics(samples, group_size=2)
+    assert metrics["reward/completed_mean"] == 0.5 and metrics["reward/gsm8k_mean"] == 0.0
+    assert not any(key.startswith(("reward", "group")) for key in sample_metrics([sample(None)], group_size=1))
 
 
 def test_differences_and_kl_are_means_over_trained_tokens():

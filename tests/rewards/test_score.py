@@ -6,8 +6,8 @@ import sys
 import pytest
 
 from megarl.errors import RunError
-from megarl.rewards import REWARDS, score
-from megarl.sample import Prompt, Sample
+from megarl.rewards import REWARDS, score, score_by_name
+from megarl.sample import Prompt, Sample, Status
 
 
 def samples_with(answers, response="#### 18"):
@@ -23,6 +23,16 @@ def test_score_fills_the_reward_of_every_sample():
     score(samples, REWARDS["gsm8k"])
     assert [sample.reward for sample in samples] == [1.0, 0.0]
     score(samples, REWARDS["last_integer"])
+    assert [sample.reward for sample in samples] == [1.0, 0.0]
+
+
+def test_several_rewards_are_parts_of_a_weighted_sum():
+    samples = samples_with(["18", "19"])
+    samples[1].status = Status.TRUNCATED
+    score_by_name(samples, {"gsm8k": 2.0, "completed": -0.5})
+    assert [sample.reward_parts for sample in samples] == [{"gsm8k": 1.0, "completed": 1.0}, {"gsm8k": 0.0, "completed": 0.0}]
+    assert [sample.reward for sample in samples] == [1.5, 0.0]
+    score_by_name(samples, "completed")
     assert [sample.reward for sample in samples] == [1.0, 0.0]
 
 

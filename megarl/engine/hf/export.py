@@ -84,7 +84,11 @@ def find_checkpoint(path: Path) -> Path:
     """`path` itself where it is a checkpoint, else the last one of the run directory `path`."""
     if (path / "megarl.json").is_file():
         return path
-    found = sorted(folder for folder in path.glob("checkpoints/step_*") if (folder / "megarl.json").is_file())
-    if not found:
-        raise ConfigError(f"{path} is neither a checkpoint nor a run directory with one in checkpoints/")
-    return found[-1]
+    found = sorted(file.parent for file in path.glob("checkpoints/*/megarl.json"))
+    steps = [folder for folder in found if folder.name.startswith("step_")]
+    if steps:
+        return steps[-1]
+    if found:
+        names = ", ".join(folder.name for folder in found)
+        raise ConfigError(f"{path} has no checkpoint of a finished step, only {names}: give {found[-1]} to export it")
+    raise ConfigError(f"{path} is neither a checkpoint nor a run directory with one in checkpoints/")

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from megarl.algorithms.kl import k1
-from megarl.algorithms.prepare import keywords_of, prepare
+from megarl.prepare import keywords_of, prepare
 from megarl.config import Config
 from megarl.sample import Prompt, Sample, Status
 

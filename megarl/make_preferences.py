@@ -5,6 +5,8 @@ import math
 from collections import Counter
 from pathlib import Path
 
+import yaml
+
 from megarl.data.dataset import raise_if_any, read_rows, short
 from megarl.errors import ConfigError
 from megarl.sample import Status
@@ -26,26 +28,31 @@ def write_pairs(
     """Write the pairs of `run`/samples.jsonl, of these steps, as JSONL to `out`; returns a line that counts them.
 
     Of each group the response with the highest reward against the one with the lowest, where they differ by `margin`
-    or more; the first of equal ones. Truncated and aborted responses are left out, as they have no end of turn and
-    training on their text would append one, and so are blank ones. Rows: prompt (messages), chosen, rejected,
-    chosen_reward, rejected_reward, step, and the prompt's source if it is known: what `load_pairs` reads with
-    prompt_key "prompt".
+    or more; the first of equal ones. Groups whose responses were not all logged are left out: their best may be
+    missing. So are truncated and aborted responses, as they have no end of turn and training on their text would
+    append one, and blank ones. Rows: prompt (messages), chosen, rejected, chosen_reward, rejected_reward, step, and the
+    prompt's source if it is known: what the default keys of `data` read.
 
-    Raises ConfigError where `out` exists, where lines are wrong (all of them, file:line), or where there is no pair.
+    Raises ConfigError where `out` exists, where `run` has no config.yaml, where lines are wrong (all of them,
+    file:line), or where there is no pair.
     """
     if not margin > 0:
         raise ConfigError(f"--margin {margin:g}: wanted a number above 0")
     path, out = Path(run) / "samples.jsonl", Path(out)
+    group_size = read_group_size(Path(run) / "config.yaml")
     groups = read_groups(path, first_step, last_step)
     counts: Counter[str] = Counter()
-    pairs = [pair for group in groups if (pair := pair_of(group, margin, counts)) is not None]
+    pairs = [pair for group in groups if (pair := pair_of(group, group_size, margin, counts)) is not None]
     summary = (
-        f"{len(groups)} groups: {len(pairs)} pairs, {counts['below']} groups below the margin {margin:g}, "
-        f"{counts['equal']} of equal texts, {counts['single']} with a single response, {counts['none']} with none; "
-        f"left out: {counts['truncated']} truncated responses, {counts['aborted']} aborted, {counts['blank']} blank"
+        f"{len(groups)} groups: {len(pairs)} pairs, {counts['incomplete']} incomplete groups, {counts['below']} below "
+        f"the margin {margin:g}, {counts['equal']} of equal texts, {counts['single']} with a single response, "
+        f"{counts['none']} with none; left out: {counts['truncated']} truncated responses, {counts['aborted']} "
+        f"aborted, {counts['blank']} blank"
     )
+    if counts["incomplete"]:
+        summary += f"; incomplete have fewer logged responses than algorithm.group_size = {group_size}: {LOG_ALL}"
     if not pairs:
-        raise ConfigError(f"{path}: no pair to write; {summary}. {LOG_ALL}, and a smaller --margin takes more groups")
+        raise ConfigError(f"{path}: no pair to write; {summary}. A smaller --margin takes more groups")
     out.parent.mkdir(parents=True, exist_ok=True)
     try:
         with out.open("x", encoding="utf-8") as file:
@@ -53,6 +60,13 @@ def write_pairs(
     except FileExistsError:
         raise ConfigError(f"{out} exists already; pairs never overwrite") from None
     return f"wrote {out}; {summary}"
+
+
+def read_group_size(path: Path) -> int:
+    """algorithm.group_size of a run's config.yaml."""
+    if not path.is_file():
+        raise ConfigError(f"{path}: no such file; a run's folder has its config, which says how large a group is")
+    return yaml.safe_load(path.read_text(encoding="utf-8"))["algorithm"]["group_size"]
 
 
 def read_groups(path: Path, first_step: int | None, last_step: int | None) -> list[list[dict]]:
@@ -72,14 +86,19 @@ def read_groups(path: Path, first_step: int | None, last_step: int | None) -> li
             if row["messages"] != group[0]["messages"]:
                 errors.append(f"{path}:{line}: group {row['group']} of step {row['step']} has two prompts")
     raise_if_any(errors, path)
+    if not steps:
+        raise ConfigError(f"{path}: no samples; {LOG_ALL}")
     if not groups:
-        held = f"steps {min(steps)} to {max(steps)}" if steps else "no rows"
+        held = f"steps {min(steps)} to {max(steps)}"
         raise ConfigError(f"{path}: no samples of the steps asked for; the file holds {held}")
     return list(groups.values())
 
 
-def pair_of(group: list[dict], margin: float, counts: Counter) -> dict | None:
+def pair_of(group: list[dict], group_size: int, margin: float, counts: Counter) -> dict | None:
     """A row to write; None where the group has none, with the reason counted."""
+    if len(group) < group_size:
+        counts["incomplete"] += 1
+        return None
     usable = []
     for row in group:
         if row["status"] != Status.COMPLETED.value:

@@ -9,10 +9,9 @@ import pytest
 
 from megarl.config import DataConfig
 from megarl.data import chat, toy
-from megarl.data.dataset import read_jsonl
-from megarl.data.preferences import load_pairs
+from megarl.data.responses import load_responses
 from megarl.errors import ConfigError
-from megarl.preferences import write_pairs
+from megarl.make_preferences import write_pairs
 
 TOOL = Path(__file__).parents[1] / "tools" / "make_preferences.py"
 MESSAGES = [{"role": "system", "content": "Add."}, {"role": "user", "content": "3 + 4?"}]
@@ -23,21 +22,24 @@ def row(step, group, response, reward, status="completed", **fields):
     return {"step": step, "group": group, **about} | fields
 
 
-def run_with(tmp_path, rows):
+def run_with(tmp_path, rows, group_size=2):
     """A run directory with these samples; a string is a line as it is."""
     lines = [line if isinstance(line, str) else json.dumps(line) for line in rows]
-    (tmp_path / "samples.jsonl").write_text("\n".join(lines) + "\n")
+    (tmp_path / "samples.jsonl").write_text("".join(line + "\n" for line in lines))
+    (tmp_path / "config.yaml").write_text(f"name: test\nalgorithm: {{group_size: {group_size}}}\n")
     return tmp_path
 
 
-def pairs(tmp_path, rows, margin=0.5, **steps):
+def pairs(tmp_path, rows, margin=0.5, group_size=2, **steps):
     """(the rows written, the line about them)."""
-    line = write_pairs(run_with(tmp_path, rows), tmp_path / "pairs.jsonl", margin, **steps)
-    return [pair for _, pair in read_jsonl(tmp_path / "pairs.jsonl")], line
+    line = write_pairs(run_with(tmp_path, rows, group_size), tmp_path / "pairs.jsonl", margin, **steps)
+    text = (tmp_path / "pairs.jsonl").read_text(encoding="utf-8")
+    return [json.loads(pair) for pair in text.split("\n") if pair], line
 
 
 def test_the_best_of_a_group_against_its_worst_and_of_equal_ones_the_first(tmp_path):
-    rows = [row(1, 0, text, reward) for text, reward in [("b", 0.5), ("d", 0.0), ("a", 1.0), ("e", 0.0), ("c", 1)]]
+    rewards = [("b", 0.5), ("d", 0.0), ("a", 1.0), ("e", 0.0), ("c", 1)]
+    rows = [row(1, 0, text, reward) for text, reward in rewards]
     rows += [row(1, 1, "x", 2.0, source="train.jsonl:9"), row(2, 0, "y", 0.3)]
     rows += [row(1, 1, "z", -1.0, source="train.jsonl:9"), row(2, 0, "w", 0.8)]
     written, _ = pairs(tmp_path, rows)
@@ -55,8 +57,18 @@ def test_what_makes_no_pair_is_counted(tmp_path):
     written, line = pairs(tmp_path, rows)
     assert len(written) == 1
     assert line == (
-        f"wrote {tmp_path / 'pairs.jsonl'}; 5 groups: 1 pairs, 1 groups below the margin 0.5, 1 of equal texts, "
-        "1 with a single response, 1 with none; left out: 2 truncated responses, 1 aborted, 2 blank"
+        f"wrote {tmp_path / 'pairs.jsonl'}; 5 groups: 1 pairs, 0 incomplete groups, 1 below the margin 0.5, "
+        "1 of equal texts, 1 with a single response, 1 with none; left out: 2 truncated responses, 1 aborted, 2 blank"
+    )
+
+
+def test_groups_that_were_not_logged_whole_are_left_out_with_the_key_that_logs_all(tmp_path):
+    rows = [row(1, group, text, reward) for group in (0, 1) for text, reward in (("a", 1.0), ("b", 0.0), ("c", 0.5))]
+    written, line = pairs(tmp_path, rows[:-1], group_size=3)
+    assert len(written) == 1 and "2 groups: 1 pairs, 1 incomplete groups" in line
+    assert line.endswith(
+        "incomplete have fewer logged responses than algorithm.group_size = 3: trainer.num_logged_samples=null logs "
+        "all responses of a run"
     )
 
 
@@ -68,13 +80,22 @@ def test_steps_are_taken_from_first_to_last(tmp_path):
         write_pairs(tmp_path, tmp_path / "none.jsonl", 0.5, first_step=5)
 
 
+def test_a_run_without_samples_or_config_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="samples.jsonl: no samples; trainer.num_logged_samples=null logs all"):
+        pairs(tmp_path, [])
+    (tmp_path / "config.yaml").unlink()
+    with pytest.raises(ConfigError, match="config.yaml: no such file"):
+        write_pairs(tmp_path, tmp_path / "none.jsonl", 0.5)
+
+
 def test_written_pairs_load_with_the_prompt_of_the_run_and_one_system_prompt(tmp_path):
     toy.make(tmp_path / "toy", seed=0)
     tokenizer = chat.load_tokenizer(tmp_path / "toy" / "model")
     rows = [row(1, 0, "3 + 4 = 7\u2028é", 1.0, source="train.jsonl:1"), row(1, 0, "I guess 9", 0.0)]
     pairs(tmp_path, rows)
     settings = DataConfig(train="unused", system_prompt="Another.")
-    chosen, rejected = load_pairs(tmp_path / "pairs.jsonl", settings, tokenizer)
+    keys = ("chosen_key", "rejected_key")
+    chosen, rejected = load_responses(tmp_path / "pairs.jsonl", settings, tokenizer, 256, keys)
     assert chosen.prompt.messages == rejected.prompt.messages == MESSAGES
     assert tokenizer.decode(chosen.token_ids) == (
         "<|im_start|>system\nAdd.<|im_end|>\n<|im_start|>user\n3 + 4?<|im_end|>\n<|im_start|>assistant\n"
@@ -101,7 +122,7 @@ def test_every_wrong_line_is_named(tmp_path):
 
 
 def test_a_run_that_logged_a_few_samples_is_refused_with_the_key_that_logs_all(tmp_path):
-    with pytest.raises(ConfigError, match="no pair to write; 2 groups: 0 pairs.* 2 with a single response.*"
+    with pytest.raises(ConfigError, match="no pair to write; 2 groups: 0 pairs, 2 incomplete groups.*"
                        "trainer.num_logged_samples=null logs all"):  # fmt: skip
         pairs(tmp_path, [row(1, 0, "a", 1.0), row(2, 0, "b", 0.0)])
     assert not (tmp_path / "pairs.jsonl").exists()

@@ -18,18 +18,16 @@ def prepare(samples: list[Sample], config: Config, kl_coefficient: float) -> dic
     """Fill .advantages, with a critic .returns and with a correction .weights; changes .reward and .loss_mask on the way.
 
     Of a reward: minus what it is too long, whitened, minus `kl_coefficient` * KL if that is in the reward. Estimators
-    that give each token an advantage of its own take the KL token by token, the others its sum. Returns metrics.
+    that give each token an advantage of its own take the KL token by token, the others its sum. Samples that the
+    overlong filter takes out of the loss are part of their group's statistics all the same. Returns metrics.
     """
     algorithm, metrics = config.algorithm, {}
-    if (overlong := algorithm.overlong) is not None:
+    if (overlong := algorithm.overlong) is not None and overlong.penalty > 0:
         longest, buffer = config.rollout.sampling.max_new_tokens, config.overlong_buffer_tokens
         penalties = overlong_penalties(samples, longest, buffer, overlong.penalty)
-        if overlong.penalty > 0:
-            for sample, penalty in zip(samples, penalties, strict=True):
-                sample.reward += penalty
+        for sample, penalty in zip(samples, penalties, strict=True):
+            sample.reward += penalty
         metrics["overlong/penalty_mean"] = sum(penalties) / len(samples)
-        if overlong.filter:
-            metrics["overlong/filtered_ratio"] = mask_truncated(samples) / len(samples)
     if algorithm.whiten_rewards:
         whiten_rewards(samples)
     estimate = ADVANTAGES[algorithm.advantage]
@@ -41,6 +39,8 @@ def prepare(samples: list[Sample], config: Config, kl_coefficient: float) -> dic
         else:
             subtract_penalties(samples, penalties_L)
     estimate(samples, **keywords)
+    if overlong is not None and overlong.filter:
+        metrics["overlong/filtered_ratio"] = mask_truncated(samples) / len(samples)
     if any(sample.loss_mask.any() for sample in samples):
         metrics |= advantage_metrics(samples)
     if algorithm.whiten_advantages:
@@ -79,4 +79,4 @@ def advantage_metrics(samples: list[Sample]) -> dict[str, float]:
 
 
 def _trained(samples: list[Sample], name: str) -> torch.Tensor:
-    return torch.cat([sample.require(name)[sample.loss_mask] for sample in samples])
+    return torch.cat([sample.trained(name) for sample in samples])
