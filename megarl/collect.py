@@ -24,6 +24,9 @@ class Collector:
         self.prompts = PromptStream(inputs.prompts, config.seed)
         self.kept: list[list[Sample]] = []
         self.num_groups = 0  # of the run: their numbers
+        self.parts: list[str] | None = None  # of the reward, where each makes an advantage of its own
+        if config.algorithm.advantage == "gdpo":
+            self.parts = [part for part, weight in config.algorithm.reward_weights.items() if weight]
 
     def next(self, step: int, times: dict[str, float]) -> tuple[list[Sample], list[Sample], dict[str, float]]:
         """(the step's samples in whole groups, all that were generated for it, metrics of the latter).
@@ -41,8 +44,8 @@ class Collector:
         num_kept, num_rounds, generated = len(self.kept), 0, []
         while len(self.kept) < num_prompts and num_rounds < sampling.max_rounds:
             samples = self._round(sampling.prompts_per_round or num_prompts, step, times)
-            groups, by_part = _groups(samples, algorithm.group_size), algorithm.advantage == "gdpo"
-            self.kept += [group for group in groups if is_informative(group, by_part)]
+            groups = _groups(samples, algorithm.group_size)
+            self.kept += [group for group in groups if is_informative(group, self.parts)]
             generated += samples
             num_rounds += 1
         chosen, self.kept = self.kept[:num_prompts], self.kept[num_prompts:]

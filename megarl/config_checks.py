@@ -61,26 +61,26 @@ def check_ray_address(config: "Config") -> Iterator[Violation]:
 
 
 def check_model(config: "Config") -> Iterator[Violation]:
-    paths = {"model": ("model.path", "toy.folder")}
+    paths = {"actor": ("model.path", "toy.folder")}
     paths |= {"critic": ("roles.critic.path",)} if config.roles.critic and config.roles.critic.path else {}
     paths |= {"teacher": ("roles.teacher.path",)} if config.roles.teacher else {}
     shapes: dict[str, ModelShape] = {}
     for name, keys in paths.items():
-        path = config.model_of(name).path if name != "model" else config.model.path
+        path = config.model_of(name).path
         try:
             shapes[name] = model_shape(config, path)
         except ValueError as error:  # among them the ConfigErrors of ModelShape
             yield Violation(str(error), keys)
             continue
         yield from check_model_files(config, path, keys)
-        if name != "critic" and (name, config.algorithm.name) != ("model", "reward_model"):
+        if name != "critic" and (name, config.algorithm.name) != ("actor", "reward_model"):
             yield from check_language_model(shapes[name], keys)
-    model = shapes.get("model")
+    model = shapes.get("actor")
     for name in config.roles.megatron:
         if shape := shapes.get(name, model if name not in paths else None):
             yield from check_role_model(config, name, shape)
     for section in config.servers:
-        if shape := shapes.get("model" if section == "rollout" else "teacher"):
+        if shape := shapes.get("actor" if section == "rollout" else "teacher"):
             yield from check_server_heads(config, section, shape)
             yield from check_context(config, section, shape)
     if model and "critic" in shapes and shapes["critic"].vocab_size != model.vocab_size:
@@ -159,10 +159,13 @@ def check_columns(config: "Config") -> Iterator[Violation]:
 
 
 def check_optimizer(config: "Config") -> Iterator[Violation]:
-    steps = config.trainer.steps
+    steps, alone = config.trainer.steps, config.algorithm.critic_warmup_steps
     sections = [
         (f"roles.{name}", role.optimizer, "trainer.steps", steps) for name, role in config.roles.megatron.items()
     ]
+    if config.roles.critic is not None and 0 < alone < steps:
+        left = "trainer.steps - algorithm.critic_warmup_steps"
+        sections[0] = ("roles.actor", config.roles.actor.optimizer, left, steps - alone)
     if config.warm_start.data is not None:
         sections.append(("warm_start", config.warm_start.optimizer, "warm_start.steps", config.warm_start.steps))
     for section, optimizer, steps_key, num_steps in sections:
@@ -172,11 +175,11 @@ def check_optimizer(config: "Config") -> Iterator[Violation]:
             yield Violation(text, (f"{section}.optimizer.betas",))
         if warmup > num_steps:
             text = f"given {warmup}, but the peak would not be reached in {steps_key} = {num_steps}"
-            yield Violation(text, (f"{section}.optimizer.warmup_steps", steps_key))
+            yield Violation(text, (f"{section}.optimizer.warmup_steps", *steps_key.split(" - ")))
         elif warmup == num_steps and optimizer.schedule != "constant":
             text = f"given {warmup}, but {steps_key} = {num_steps} leaves no step for schedule: {optimizer.schedule}"
             text += " to fall in"
-            yield Violation(text, (f"{section}.optimizer.warmup_steps", steps_key))
+            yield Violation(text, (f"{section}.optimizer.warmup_steps", *steps_key.split(" - ")))
         for key in ("decay_from", "final_fraction"):
             given = getattr(optimizer, key)
             if optimizer.schedule == "constant" and given != type(optimizer).model_fields[key].default:

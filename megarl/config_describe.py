@@ -12,7 +12,6 @@ from megarl.presets import WITH_REFERENCE
 if TYPE_CHECKING:
     from megarl.config import Config
 
-LABELS = {"rollout": "rollout", "roles.teacher": "teacher"}
 # Keys of the algorithm that no preset means to decide: they are the task's.
 OF_THE_TASK = ("prompts_per_step", "group_size", "mini_batch_size", "epochs", "reward")
 
@@ -55,7 +54,7 @@ def needs(config: "Config", gpus_per_rank: int) -> list[tuple[str, str, int, flo
         shares = section == "rollout" and config.placement == "colocated"
         gpus = 0 if shares else group.servers * group.tensor_parallel * gpus_per_rank
         layout = f"{group.servers} x {group.tensor_parallel} ranks"
-        rows.append((LABELS[section], layout, gpus, group.servers * group.cpus_per_server))
+        rows.append((section.removeprefix("roles."), layout, gpus, group.servers * group.cpus_per_server))
     return [*rows, ("needed", "", sum(row[2] for row in rows), sum(row[3] for row in rows))]
 
 
@@ -76,7 +75,7 @@ def active_parts(config: "Config") -> dict[str, str]:
         parts["control"] = "rewards are shuffled: nothing must be learnt"
     if (sampling := algorithm.dynamic_sampling) is not None:
         parts["dynamic sampling"] = f"at most {sampling.max_rounds} rounds of {config.prompts_per_round} prompts"
-    if (overlong := algorithm.overlong) is not None:
+    if algorithm.overlong is not None:
         parts["overlong"] = _overlong(config)
     if algorithm.whiten_rewards:
         parts["rewards"] = "whitened over the step"

@@ -9,7 +9,7 @@ from megarl.monitor.console import Console
 
 @contextmanager
 def saving_on_interrupt(settings: TrainerConfig, step: int, console: Console, save: Callable[[str], None]):
-    """Around a step: the weights as they are, by `save(name)`, if the config says so; a second interrupt ends that too."""
+    """Around a step: the weights as they are, by `save(name)`, if the config says so; a second one ends that too."""
     try:
         yield
     except KeyboardInterrupt:

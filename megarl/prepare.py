@@ -4,18 +4,17 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from megarl.algorithms import ADVANTAGES
 from megarl.algorithms.off_policy import correction
 from megarl.algorithms.shaping import kl_penalties, mask_truncated, overlong_penalties, subtract_penalties
 from megarl.algorithms.whitening import whiten_advantages, whiten_rewards
 from megarl.config import Config
+from megarl.monitor.metrics import advantage_metrics
 from megarl.sample import Sample
 
 
 def prepare(samples: list[Sample], config: Config, kl_coefficient: float) -> dict[str, float]:
-    """Fill .advantages, with a critic .returns and with a correction .weights; changes .reward and .loss_mask on the way.
+    """Fill .advantages, with a critic .returns, with a correction .weights; changes .reward and .loss_mask on the way.
 
     Of a reward: minus what it is too long, whitened, minus `kl_coefficient` * KL if that is in the reward. Estimators
     that give each token an advantage of its own take the KL token by token, the others its sum. Samples that the
@@ -64,19 +63,3 @@ def correct(samples: list[Sample], config: Config) -> dict[str, float]:
         sample.weights = weights_L
     return {f"off_policy/{name}": value for name, value in metrics.items()}
 
-
-def advantage_metrics(samples: list[Sample]) -> dict[str, float]:
-    """Over trained tokens. Explained variance: 1 - var(returns - values) / var(returns), not where returns are equal."""
-    if samples[0].teacher_logprobs is not None:
-        return {"distillation/reverse_kl": -_trained(samples, "advantages").mean().item()}
-    if samples[0].returns is None:
-        return {}
-    returns_N, values_N = _trained(samples, "returns").double(), _trained(samples, "values").double()
-    metrics = {"critic/value_mean": values_N.mean().item(), "critic/return_mean": returns_N.mean().item()}
-    if returns_N.var() > 0:
-        metrics["critic/explained_variance"] = 1 - ((returns_N - values_N).var() / returns_N.var()).item()
-    return metrics
-
-
-def _trained(samples: list[Sample], name: str) -> torch.Tensor:
-    return torch.cat([sample.trained(name) for sample in samples])

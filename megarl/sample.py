@@ -45,7 +45,7 @@ class Sample:
     reward: float | None = None  # None until scored
     reward_parts: dict[str, float] = field(default_factory=dict)
     rollout_logprobs: torch.Tensor | None = None  # [L] float32, by the server; 0 where masked
-    old_logprobs: torch.Tensor | None = None  # [L] float32, by the actor before the update
+    old_logprobs: torch.Tensor | None = None  # [L] float32, of the policy that sampled, by the actor or the server
     ref_logprobs: torch.Tensor | None = None  # [L] float32, by the reference
     teacher_logprobs: torch.Tensor | None = None  # [L] float32, by the teacher's server; 0 where masked
     values: torch.Tensor | None = None  # [L] float32, by the critic: of the prefix before token t; 0 where masked
@@ -81,7 +81,8 @@ class Sample:
         token_ids = torch.tensor(prompt.token_ids + response_ids, dtype=torch.int64)
         loss_mask = torch.zeros(len(token_ids), dtype=torch.bool)
         loss_mask[len(prompt.token_ids) :] = True
-        return cls(prompt=prompt, prompt_length=len(prompt.token_ids), token_ids=token_ids, loss_mask=loss_mask, **fields)
+        length = len(prompt.token_ids)
+        return cls(prompt=prompt, prompt_length=length, token_ids=token_ids, loss_mask=loss_mask, **fields)
 
 
 @dataclass

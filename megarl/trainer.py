@@ -7,7 +7,6 @@ from pathlib import Path
 import torch
 
 from megarl.algorithms.kl_controller import KLController
-from megarl.prepare import prepare
 from megarl.cluster.cluster import Cluster
 from megarl.cluster.role import RoleGroup
 from megarl.collect import Collector
@@ -22,6 +21,7 @@ from megarl.monitor.metrics import agreement_metrics, policy_metrics
 from megarl.monitor.run_directory import RunDirectory
 from megarl.monitor.skipped import SkippedUpdates, nonfinite_fields
 from megarl.monitor.timing import timed
+from megarl.prepare import prepare
 from megarl.rewards import score_by_name
 from megarl.rollout.fleet import Fleet
 from megarl.rollout.teacher import Teacher
@@ -105,7 +105,7 @@ class Trainer:
         """Start servers and roles, warm start included; what has to be closed goes to `stack`."""
         cluster.start_servers()  # they import for half a minute: all at the same time
         ranks = [f"{role.world_size} {name} ranks" for name, role in config.roles.megatron.items()]
-        servers = [f"{group.servers} {section.removeprefix('roles.')} servers" for section, group in config.servers.items()]
+        servers = [f"{group.servers} {name.removeprefix('roles.')} servers" for name, group in config.servers.items()]
         console.line(f"starting {', '.join(ranks + servers)}")
         fleet = stack.enter_context(Fleet(config, cluster, inputs, console.line))
         if config.placement == "colocated":
@@ -190,8 +190,8 @@ class Trainer:
         }
 
     def place(self, stage: str, times: dict[str, float]) -> None:
-        """Hold on the GPUs of actor and critic what a stage needs, and in host memory the rest, as far as the config says;
-        servers that share them leave first. A push gives the GPUs back to those."""
+        """Hold on the GPUs of actor and critic what a stage needs, and in host memory the rest, as far as the config
+        says; servers that share them leave first. A push gives the GPUs back to those."""
         if not self.offloads:
             return
         if stage == "update" and self.updater.in_turns:
@@ -215,8 +215,8 @@ class Trainer:
         return {f"memory/{phase}_gpu_gb": used / 1e9}
 
     def score(self, samples: list[Sample], version: int) -> list[torch.Tensor] | None:
-        """Fill old_logprobs, and where there is a reference, a critic or a teacher, what they say; returns each sample's
-        entropies, if the actor scored them. Roles work at the same time.
+        """Fill old_logprobs, and where there is a reference, a critic or a teacher, what they say; returns each
+        sample's entropies, if the actor scored them. Roles work at the same time.
 
         The old policy is the one that sampled: of samples kept from an earlier version only the server knows it.
         """
@@ -243,8 +243,8 @@ class Trainer:
         return entropies
 
     def agreement(self, samples: list[Sample], version: int) -> dict[str, float]:
-        """Trainer against server. Samples of the present version are scored by the weights that generated them: there they
-        must agree. Nothing where the trainer does not score."""
+        """Trainer against server. Samples of the present version are scored by the weights that generated them: there
+        they must agree. Nothing where the trainer does not score."""
         if self.config.algorithm.old_logprobs == "rollout":
             return {}
         fresh = [sample for sample in samples if sample.policy_version == (version, version)]
@@ -258,8 +258,9 @@ class Trainer:
         limit = self.config.rollout.logprob_diff_limit or LOGPROB_DIFF_LIMIT[self.config.model.dtype]
         if not difference <= limit:
             raise RunError(
-                f"rollout/logprob_diff_mean is {difference:.3g}, above its limit {limit:g} (rollout.logprob_diff_limit): "
-                f"trainer and server do not hold the same weights, or do not compute the same model"
+                f"rollout/logprob_diff_mean is {difference:.3g}, above its limit {limit:g} "
+                f"(rollout.logprob_diff_limit): trainer and server do not hold the same weights, or do not compute the "
+                f"same model"
             )
 
     def adapt_kl(self, step: int, metrics: dict[str, float], num_samples: int) -> dict[str, float]:

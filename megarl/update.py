@@ -5,22 +5,28 @@ from collections.abc import Callable
 from functools import partial
 
 from megarl.algorithms.losses import policy_loss
-from megarl.prepare import keywords_of
 from megarl.algorithms.value_loss import value_loss
 from megarl.cluster.role import RoleGroup
 from megarl.config import Config
 from megarl.monitor.console import Console
 from megarl.monitor.skipped import SkippedUpdates, why_skipped
+from megarl.prepare import keywords_of
 from megarl.sample import Sample
 from megarl.schedule import learning_rate
-
 
 # an update that runs: where its result goes, its samples, what waits for it
 Started = tuple["Results", list[Sample], Callable[[], dict[str, float]]]
 
 
 class Updater:
-    def __init__(self, config: Config, actor: RoleGroup, critic: RoleGroup | None, console: Console, skipped: SkippedUpdates):
+    def __init__(
+        self,
+        config: Config,
+        actor: RoleGroup,
+        critic: RoleGroup | None,
+        console: Console,
+        skipped: SkippedUpdates,
+    ):
         self.config = config
         self.actor = actor
         self.critic = critic
@@ -75,7 +81,8 @@ class Updater:
                 self.wait(started, step)
         if not policy.num_tried and not only_critic:
             self.console.line(
-                "warning: no sample has an advantage (are the rewards of every group equal?): this step teaches the policy nothing"
+                "warning: no sample has an advantage (are the rewards of every group equal?): this step teaches the "
+                "policy nothing"
             )
         metrics = {} if only_critic else {"learning_rate": rate}
         if self.critic:
@@ -124,7 +131,7 @@ class Results:
         self.num_tokens += sum(int(sample.loss_mask.sum()) for sample in mini_batch)
 
     def means(self, per_update: dict[str, str], per_token: dict[str, str]) -> dict[str, float]:
-        """name of the metric -> mean of a key of the results: 0 where there was nothing to do, none where all was skipped."""
+        """name of the metric -> mean of a key of the results: 0 where nothing was to do, none where all was skipped."""
         if self.num_tried and not self.updates:
             return {}
 

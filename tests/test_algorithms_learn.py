@@ -23,7 +23,8 @@ def test_mean_reward_rises(tmp_path, parts):
     if "token_tis" in parts:
         assert all(abs(m["off_policy/ess"] - 1) < 1e-3 and m["off_policy/masked"] == 0 for m in found)
     if "dapo" in parts:
-        assert any(m["dynamic_sampling/rounds"] > 1 for m in found) and any(m["dynamic_sampling/from_last_step"] for m in found)
+        assert any(m["dynamic_sampling/rounds"] > 1 for m in found)
+        assert any(m["dynamic_sampling/from_last_step"] for m in found)
     if "adaptive KL" in parts:
         assert len({m["kl/coefficient"] for m in found}) > NUM_STEPS / 2
         assert max(m["critic/explained_variance"] for m in found) > 0.2
@@ -32,7 +33,9 @@ def test_mean_reward_rises(tmp_path, parts):
     if "server's log-probs" in parts:
         assert all("rollout/logprob_diff_mean" not in m and "entropy" not in m for m in found)
     if "gdpo" in parts:
-        assert all(m["reward/mean"] == pytest.approx(m["reward/last_integer_mean"] + 0.2 * m["reward/completed_mean"]) for m in found)
+        for m in found:
+            total = m["reward/last_integer_mean"] + 0.2 * m["reward/completed_mean"]
+            assert m["reward/mean"] == pytest.approx(total)
 
 
 @pytest.mark.soak

@@ -1,4 +1,4 @@
-"""A reward model, PPO whose critic starts from it, pairs of PPO's samples, and DPO on them: each from what came before."""
+"""A reward model, PPO whose critic starts from it, pairs of PPO's samples, DPO on them: each from what came before."""
 
 import json
 

@@ -49,11 +49,13 @@ def test_groups_of_equal_rewards_are_replaced_and_those_too_many_are_used_in_the
     assert group_ids(samples) == [0, 0, 2, 2, 6, 6] and len(generated) == 18 and made.fleet.calls == 3
     assert metrics["dynamic_sampling/rounds"] == 3 and metrics["dynamic_sampling/kept_groups"] == 2
     assert metrics["dynamic_sampling/missing_groups"] == 0 and metrics["dynamic_sampling/generated_groups"] == 9
-    assert metrics["reward/mean"] == pytest.approx((3 + 13 * 1 - 3 + 0) / 18)  # of all that was generated: 5 of 18 are 0
+    # of all that was generated: 5 of 18 are 0
+    assert metrics["reward/mean"] == pytest.approx((3 + 13 * 1 - 3 + 0) / 18)
     assert times.keys() == {"generate", "reward"}
     made.fleet.version = 1
     samples, _, metrics = made.next(2, {})
-    assert group_ids(samples) == [7, 7, 8, 8, 9, 9] and made.kept == [] and metrics["dynamic_sampling/from_last_step"] == 2
+    assert group_ids(samples) == [7, 7, 8, 8, 9, 9] and made.kept == []
+    assert metrics["dynamic_sampling/from_last_step"] == 2
     assert [sample.policy_version for sample in samples] == [(0, 0)] * 4 + [(1, 1)] * 2
 
 
@@ -63,7 +65,8 @@ def test_no_prompt_is_used_twice_and_whole_groups_stay_together():
     for step in range(1, 4):
         samples, _, _ = made.next(step, {})
         made.fleet.version = step
-        assert [s.prompt.metadata["number"] for s in samples[::2]] == [s.prompt.metadata["number"] for s in samples[1::2]]
+        numbers = [sample.prompt.metadata["number"] for sample in samples]
+        assert numbers[::2] == numbers[1::2]
         seen += [s.prompt.metadata["number"] for s in samples[::2]]
     assert len(set(seen)) == len(seen) == 9
 

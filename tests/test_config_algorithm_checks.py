@@ -112,6 +112,8 @@ REFUSED = {  # overrides -> what the one line says
     ("algorithm.gae={gamma: 0.9}",): "algorithm.gae.gamma: given 0.9, but only algorithm.advantage: gae reads it",
     (*PPO, "algorithm.gae.length_adaptive_alpha=0.05"): "algorithm.gae.lam is 0.95: it is one or the other",
     (*PPO, "algorithm.gae.lam=null"): "so is algorithm.gae.length_adaptive_alpha: one of them is needed",
+    (*PPO, "algorithm.critic_warmup_steps=95", "roles.actor.optimizer.warmup_steps=8"):
+        "would not be reached in trainer.steps - algorithm.critic_warmup_steps = 5",
     (*PPO, "algorithm.critic_warmup_steps=100"): "in trainer.steps = 100 the policy would never be trained; at most 99",
     (*PPO, "roles.critic.path=nowhere"): "no such folder: nowhere",
     (*PPO, "roles.critic.gpus_per_node=8", "algorithm.mini_batch_size=4"): "fewer than the 8 data-parallel ranks "

@@ -91,7 +91,8 @@ def test_an_interrupt_saves_if_told_to_and_ends_everything(tmp_path, number):
         assert run.wait(ENDS_S) == 130
         assert_one_sentence(run, "interrupted")
         (saved,) = (tmp_path / "runs/test/checkpoints").iterdir()
-        assert saved.name.startswith("interrupted_") and (saved / "megarl.json").is_file() and (saved / "critic/megarl.json").is_file()
+        assert saved.name.startswith("interrupted_")
+        assert (saved / "megarl.json").is_file() and (saved / "critic/megarl.json").is_file()
 
 
 def test_a_killed_trainer_leaves_nothing(tmp_path):

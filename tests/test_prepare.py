@@ -17,7 +17,8 @@ def samples(rewards=(1.0, 0.0, 1.0, 1.0), lengths=(2, 3, 8, 10)) -> list[Sample]
     made = []
     for i, (reward, length) in enumerate(zip(rewards, lengths)):
         status = Status.TRUNCATED if length == 10 else Status.COMPLETED
-        sample = Sample.from_response(Prompt([], [1, 2]), [3] * length, group_id=i // 2, index=i, reward=reward, status=status)
+        fields = {"group_id": i // 2, "index": i, "reward": reward, "status": status}
+        sample = Sample.from_response(Prompt([], [1, 2]), [3] * length, **fields)
         trained = sample.loss_mask.float()
         sample.old_logprobs = -0.1 * trained.cumsum(0)
         sample.rollout_logprobs = sample.old_logprobs - 0.01 * trained
@@ -69,7 +70,8 @@ def test_overlong_responses_lose_reward_and_with_the_filter_their_training():
 
 def test_rewards_are_whitened_after_their_penalties_and_advantages_last():
     made = samples()
-    prepare(made, config(name="dr_grpo", overlong={"buffer_tokens": 4}, whiten_rewards=True, whiten_advantages=True), 0.0)
+    algorithm = {"overlong": {"buffer_tokens": 4}, "whiten_rewards": True, "whiten_advantages": True}
+    prepare(made, config(name="dr_grpo", **algorithm), 0.0)
     rewards = torch.tensor([1.0, 0.0, 0.5, 0.0])
     assert [s.reward for s in made] == pytest.approx(((rewards - rewards.mean()) / rewards.std()).tolist())
     every = torch.cat([trained(s, "advantages") for s in made])

@@ -47,8 +47,9 @@ def test_shuffled_rewards_are_a_permutation_that_the_seed_and_step_decide():
 
 
 def test_logprobs_that_are_not_finite_skip_the_step_and_its_line_is_still_written():
-    settings = {"name": "x", "model": {"path": "m"}, "data": {"train": "t"}, "algorithm": {"prompts_per_step": 1, "group_size": 2, "reward": "completed"},
-                "trainer": {"steps": 2}}  # fmt: skip
+    algorithm = {"prompts_per_step": 1, "group_size": 2, "reward": "completed"}
+    settings = {"name": "x", "model": {"path": "m"}, "data": {"train": "t"}, "trainer": {"steps": 2}}
+    settings["algorithm"] = algorithm
     added = []
 
     def generate(prompts, group_size, tokenizer):
@@ -69,7 +70,8 @@ def test_logprobs_that_are_not_finite_skip_the_step_and_its_line_is_still_writte
     trainer.skipped = SimpleNamespace(add=lambda when, samples, why: added.append(why), count=1)
     trainer.fleet = SimpleNamespace(generate=generate, push=lambda version: {"sync/canary_diff": 0.0}, restarts=0)
     trainer.run = SimpleNamespace(log_samples=lambda step, samples: None)
-    trainer.collector = Collector(trainer.config, SimpleNamespace(prompts=[Prompt([], [1])], tokenizer=None), trainer.fleet)
+    inputs = SimpleNamespace(prompts=[Prompt([], [1])], tokenizer=None)
+    trainer.collector = Collector(trainer.config, inputs, trainer.fleet)
     metrics = trainer.step(1)
     assert added == ["4 log-probs or values of its samples are not finite"] and metrics["skipped_updates"] == 1
     json.dumps(metrics, allow_nan=False)

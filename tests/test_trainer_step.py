@@ -39,9 +39,16 @@ def make(log, roles=None, statuses=(Status.COMPLETED, Status.TRUNCATED) * 2, val
     settings = {"prompts_per_step": 2, "group_size": 2, "reward": "completed"} | algorithm
     roles = (roles or {}) | ({"critic": {}} if algorithm.get("name") == "ppo" else {})
     config = Config.model_validate(
-        {"name": "x", "model": {"path": "m", "dtype": "float32"}, "data": {"train": "t"}, "trainer": {"steps": 9, "save_every": 9},
-         "algorithm": settings, "roles": roles, "rollout": {"sampling": {"max_new_tokens": 2, "temperature": 0.7}}}
-    )  # fmt: skip
+        {
+            "name": "x",
+            "model": {"path": "m", "dtype": "float32"},
+            "data": {"train": "t"},
+            "trainer": {"steps": 9, "save_every": 9},
+            "algorithm": settings,
+            "roles": roles,
+            "rollout": {"sampling": {"max_new_tokens": 2, "temperature": 0.7}},
+        }
+    )
 
     def generate(prompts, group_size, tokenizer):
         samples = []
@@ -56,7 +63,8 @@ def make(log, roles=None, statuses=(Status.COMPLETED, Status.TRUNCATED) * 2, val
         assert temperature == 0.7
         return per_token(REFERENCE if reference else TRAINER)(samples)
 
-    update = {"loss": 1.0, "grad_norm": 2.0, "skipped": 0.0, "value_clipped": 1.0, "value_error": 3.0, "clipped": 1.0, "kl_old": 0.5}
+    update = {"loss": 1.0, "grad_norm": 2.0, "skipped": 0.0}
+    update |= {"value_clipped": 1.0, "value_error": 3.0, "clipped": 1.0, "kl_old": 0.5}
     actor = SimpleNamespace(
         logprobs=log.note("logprobs", logprobs),
         capture_reference=log.note("capture_reference"),
@@ -66,12 +74,18 @@ def make(log, roles=None, statuses=(Status.COMPLETED, Status.TRUNCATED) * 2, val
         start_values=log.note("values", lambda samples: lambda: [values * s.loss_mask.float() for s in samples]),
         start_train_step=log.note("train critic", lambda *_: lambda: update),
     )
-    fleet = SimpleNamespace(generate=log.note("generate", generate), push=log.note("push", lambda version: {}), restarts=0)
-    run = SimpleNamespace(log_samples=log.note("log_samples", lambda step, samples: trainer.logged.extend(s.reward for s in samples)))
+    push = log.note("push", lambda version: {})
+    fleet = SimpleNamespace(generate=log.note("generate", generate), push=push, restarts=0)
+
+    def log_samples(step, samples):
+        trainer.logged.extend(sample.reward for sample in samples)
+
+    run = SimpleNamespace(log_samples=log.note("log_samples", log_samples))
     skipped = SimpleNamespace(add=log.note("skip"), count=0)
     inputs = SimpleNamespace(prompts=[Prompt([], [1], metadata={"number": i}) for i in range(100)], tokenizer=None)
     console = SimpleNamespace(line=log.note("line"))
-    trainer = Trainer(config, inputs, run, console, actor, critic if config.roles.critic else None, None, fleet, skipped)
+    critic = critic if config.roles.critic else None
+    trainer = Trainer(config, inputs, run, console, actor, critic, None, fleet, skipped)
     trainer.version, trainer.logged = 0, []
     return trainer
 
@@ -84,7 +98,8 @@ def test_an_iteration_in_its_order():
     log = Log()
     make(log, roles={"reference": {"refresh_every": 1}}, **PPO).step(1)
     scored = ["values", "logprobs", "logprobs"]
-    assert log.names() == ["generate", "log_samples", *scored, "train critic", "train actor", "capture_reference", "push"]
+    updated = ["train critic", "train actor", "capture_reference", "push"]
+    assert log.names() == ["generate", "log_samples", *scored, *updated]
     assert log.of("push") == [((), {"version": 1})]
 
 
@@ -93,7 +108,8 @@ def test_rewards_are_logged_as_they_are_and_the_kl_is_taken_off_afterwards():
     trainer.kl.coefficient = 0.2  # adapted
     metrics = trainer.step(1)
     assert trainer.logged == [1.0, 0.0, 1.0, 0.0] and metrics["reward/mean"] == 0.5
-    assert [s.reward for s in trained_samples(log)] == pytest.approx([1 - 0.2, 0 - 0.2] * 2)  # two tokens, k1 = 0.5 each
+    # two tokens, k1 = 0.5 each
+    assert [s.reward for s in trained_samples(log)] == pytest.approx([1 - 0.2, 0 - 0.2] * 2)
     (arguments, _), = log.of("train actor")
     assert arguments[1].keywords["kl_coefficient"] == 0.0 and metrics["kl/coefficient"] == 0.2
     assert trainer.kl.coefficient < 0.2  # the KL was below its target

@@ -1,4 +1,4 @@
-"""From rewards to advantages, without a critic.
+"""From rewards, or a teacher's log-probs, to advantages, without a critic.
 
 Each fills `.advantages` [L] float32, 0 where loss_mask is False. `samples` is the whole step, so its groups are whole
 and its statistics those of the global batch. Standard deviations are the unbiased ones and no epsilon is added: a

@@ -34,7 +34,7 @@ def policy_loss(
     The weights correct the policy term alone; a token of weight 0 still counts in the denominators.
     `logprobs`: [T] float32, aligned with batch.token_ids; what it holds where loss_mask is False is never looked at.
     Metrics, as sums over trained tokens: `clipped`, tokens where the clip was active; `kl_old`, k3 of KL(old ||
-    policy); `kl_ref`, k3 of KL(policy || reference), if there are ref_logprobs.
+    policy).
     """
     assert batch.old_logprobs is not None, "the batch has no old_logprobs"
     assert batch.advantages is not None, "the batch has no advantages"
@@ -50,14 +50,11 @@ def policy_loss(
     if batch.weights is not None:
         token_losses_T = token_losses_T * masked(batch.weights, mask)
     metrics = {"clipped": clipped_T.sum().float(), "kl_old": k3(old_logprobs, logprobs.detach()).sum()}
-    if batch.ref_logprobs is not None:
-        ref_logprobs = masked(batch.ref_logprobs, mask)
-        metrics["kl_ref"] = k3(logprobs.detach(), ref_logprobs).sum()
-        if kl_coefficient > 0:
-            kl_T = KL_ESTIMATORS[kl_estimator](logprobs, ref_logprobs)
-            if kl_importance_weighted:
-                kl_T = importance_weighted(kl_T, logprobs, old_logprobs)
-            token_losses_T = token_losses_T + kl_coefficient * kl_T
+    if kl_coefficient > 0:
+        kl_T = KL_ESTIMATORS[kl_estimator](logprobs, masked(batch.ref_logprobs, mask))
+        if kl_importance_weighted:
+            kl_T = importance_weighted(kl_T, logprobs, old_logprobs)
+        token_losses_T = token_losses_T + kl_coefficient * kl_T
     if entropy_coefficient > 0:
         token_losses_T = token_losses_T - entropy_coefficient * masked(entropy, mask)
     return aggregate(token_losses_T, batch, loss_aggregation, aggregation_length), metrics
@@ -66,7 +63,7 @@ def policy_loss(
 def sft_loss(
     logprobs: torch.Tensor, batch: Batch, loss_aggregation: str = "token_mean", aggregation_length: int | None = None
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Negative log-likelihood of the trained tokens. `logprobs`: [T] float32, as in policy_loss. Metric, as a sum: `nll`."""
+    """Negative log-likelihood of the trained tokens. `logprobs`: as in policy_loss. Metric, as a sum: `nll`."""
     token_losses_T = -masked(logprobs, batch.loss_mask)
     loss = aggregate(token_losses_T, batch, loss_aggregation, aggregation_length)
     return loss, {"nll": token_losses_T.detach().sum()}

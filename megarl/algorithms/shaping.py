@@ -1,4 +1,4 @@
-"""What changes the rewards or the loss masks of samples before their advantages are computed."""
+"""What changes rewards before advantages are computed and loss masks after, and which groups have advantages at all."""
 
 import torch
 
@@ -57,12 +57,12 @@ def subtract_penalties(samples: list[Sample], penalties: list[torch.Tensor]) -> 
         sample.reward = sample.require("reward") - penalties_L[sample.loss_mask].double().sum().item()
 
 
-def is_informative(group: list[Sample], by_part: bool = False) -> bool:
+def is_informative(group: list[Sample], parts: list[str] | None = None) -> bool:
     """Whether the rewards of a group differ, so that it has advantages other than 0: what dynamic sampling keeps.
 
     DAPO (arXiv:2503.14476), section 3.2, equation 11: 0 < correct answers < group size, for rewards of two values.
-    `by_part`: whether one of their parts does, for GDPO.
+    `parts`: whether one of these parts of them does, for GDPO.
     """
-    if by_part:
-        return any(sample.reward_parts != group[0].reward_parts for sample in group)
-    return any(sample.require("reward") != group[0].reward for sample in group)
+    if parts is None:
+        return any(sample.require("reward") != group[0].reward for sample in group)
+    return any(sample.reward_parts[part] != group[0].reward_parts[part] for sample in group for part in parts)

@@ -19,7 +19,7 @@ def value_loss(
     PPO (arXiv:1707.06347) equation 9's L^VF; 0.5 and the clip are from its authors' code, Engstrom et al.
     (arXiv:2005.12729), "Value function clipping". `values`: [T] float32, aligned with batch.token_ids; what it holds
     where loss_mask is False is never looked at. Metrics, as sums over trained tokens: `value_clipped`, tokens whose
-    gradient the clip stopped; `value_error`, (V - R)^2; `value`, V.
+    gradient the clip stopped; `value_error`, (V - R)^2.
     """
     assert batch.returns is not None, "the batch has no returns"
     assert clip is None or batch.values is not None, "a clip without the old values of the batch"
@@ -31,9 +31,5 @@ def value_loss(
         old_values = masked(batch.values, batch.loss_mask)
         clipped_values_T = old_values + torch.clamp(values - old_values, -clip, clip)
         largest_T = torch.maximum(errors_T, (clipped_values_T - returns).square())
-    metrics = {
-        "value_clipped": (largest_T > errors_T).sum().float(),
-        "value_error": errors_T.detach().sum(),
-        "value": values.detach().sum(),
-    }
+    metrics = {"value_clipped": (largest_T > errors_T).sum().float(), "value_error": errors_T.detach().sum()}
     return aggregate(0.5 * largest_T, batch, loss_aggregation, aggregation_length), metrics

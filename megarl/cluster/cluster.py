@@ -168,8 +168,8 @@ class Cluster:
     def start_role(self, name: str, head: Literal["lm", "value"] | None = None) -> RoleGroup:
         """All ranks of `actor` or `critic` with the model loaded.
 
-        `head`: None is a critic's value head and an actor's logits. An actor with a value head is a reward model: its loss
-        sees differences of values only, so the head has no bias.
+        `head`: None is a critic's value head and an actor's logits. An actor with a value head is a reward model: its
+        loss sees differences of values only, so the head has no bias.
         """
         role = self.config.roles.megatron[name]
         if self._colocated:
@@ -199,8 +199,9 @@ class Cluster:
         handles = []
         for rank, log in enumerate(logs):
             node, bundle = divmod(rank, role.gpus_per_node)
-            cpus = role.rank_cpus(self.device)
-            options = self._in_bundle(f"{name}/{rank}", groups[node], bundle, cpus, int(not shares), self._rank_environment())
+            cpus, num_gpus = role.rank_cpus(self.device), int(not shares)
+            environment = self._rank_environment()
+            options = self._in_bundle(f"{name}/{rank}", groups[node], bundle, cpus, num_gpus, environment)
             handle = ray.remote(EngineWorker).options(**options).remote(rank, str(log), gpus[rank])
             handles.append(handle)
             self._on_exit.callback(ray.kill, handle)
@@ -232,7 +233,7 @@ class Cluster:
         stack.callback(ray.shutdown)  # nothing where nothing was started
         job = JobConfig(metadata=self.tag.variables)
         connect(address, "cluster.ray_address", namespace=self.tag.run_id, job_config=job, **local)
-        for number in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C; ray.init has put its own handler of SIGTERM in place
+        for number in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C; ray.init has put its own handler of SIGTERM there
             if number == signal.SIGTERM or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores the other
                 signal.signal(number, signal.default_int_handler)
 

@@ -43,8 +43,8 @@ class GroupRequest:
 def group_requests(config: Config, device: str) -> list[GroupRequest]:
     """The groups that a run needs, those of the Megatron roles first: one bundle per rank, one per server.
 
-    Colocated, rollout servers and the critic have no groups: a server lives in the bundle of the actor's rank whose GPU is
-    its first, a rank of the critic in that of the actor's rank of its number.
+    Colocated, rollout servers and the critic have no groups: a server lives in the bundle of the actor's rank whose GPU
+    is its first, a rank of the critic in that of the actor's rank of its number.
     """
     on_gpu, colocated = device == "cuda", config.placement == "colocated"
     roles, requests = config.roles.megatron, []
@@ -86,12 +86,13 @@ def living_nodes() -> list[Node]:
 def plan_nodes(requests: list[GroupRequest], nodes: list[Node], free: bool = False) -> list[Node]:
     """A node for each group, so that all fit together; groups of one multi-node role are on different nodes, in order.
 
-    In what the nodes have in total, whoever holds it now, or in what is `free`. Raises RunError, with what is wanted and what
-    each node has, where not all can be placed.
+    In what the nodes have in total, whoever holds it now, or in what is `free`. Raises RunError, with what is wanted
+    and what each node has, where not all can be placed.
     """
     by_name = {node.name: node for node in nodes}
     for pick in (min, max):  # the smallest room that fits; where that leaves someone out, the largest
-        chosen, unplaced = _choose(requests, {node.name: dict(node.free if free else node.total) for node in nodes}, pick)
+        left = {node.name: dict(node.free if free else node.total) for node in nodes}
+        chosen, unplaced = _choose(requests, left, pick)
         if unplaced is None:
             return [by_name[chosen[index]] for index in range(len(requests))]
     raise RunError(f"the cluster is too small: no node for {unplaced}\n{placement_table(requests, nodes)}")
@@ -100,7 +101,7 @@ def plan_nodes(requests: list[GroupRequest], nodes: list[Node], free: bool = Fal
 def _choose(
     requests: list[GroupRequest], left: dict[str, dict[str, float]], pick: Callable
 ) -> tuple[dict[int, str], GroupRequest | None]:
-    """(index of a request -> node, the first request that did not fit). Roles of several nodes go first, then the largest."""
+    """(index of a request -> node, the first that did not fit). Roles of several nodes go first, then the largest."""
     chosen: dict[int, str] = {}
 
     def hardest_first(item: tuple[int, GroupRequest]) -> tuple:
@@ -109,11 +110,12 @@ def _choose(
 
     for index, request in sorted(enumerate(requests), key=hardest_first):
         siblings = {chosen[i] for i in chosen if requests[i].role == request.role and spans_nodes(request, requests)}
-        fits = [n for n in left if n not in siblings and all(left[n].get(k, 0) + 1e-6 >= v for k, v in request.total.items())]
+        total = request.total
+        fits = [n for n in left if n not in siblings and all(left[n].get(k, 0) + 1e-6 >= v for k, v in total.items())]
         if not fits:
             return chosen, request
         chosen[index] = pick(fits, key=lambda name: (left[name].get("GPU", 0), left[name].get("CPU", 0)))
-        for key, value in request.total.items():
+        for key, value in total.items():
             left[chosen[index]][key] = left[chosen[index]].get(key, 0) - value
     for role in {request.role for request in requests if spans_nodes(request, requests)}:
         places = [i for i, request in enumerate(requests) if request.role == role]
@@ -159,7 +161,8 @@ def place(
             lines += 1
             free = ", ".join(f"{node.name} {_text(node.free)}" for node in nodes)
             held = ", ".join(held_groups()) or "no placement group"
-            report(f"waiting for room, {passed_s:.0f} of {timeout_s:g} s: {wanted}; free: {free}; held by others: {held}")
+            waited = f"{passed_s:.0f} of {timeout_s:g} s"
+            report(f"waiting for room, {waited}: {wanted}; free: {free}; held by others: {held}")
         time.sleep(POLL_S)
 
 

@@ -60,7 +60,9 @@ class RoleGroup:
         reports = []
         for name, how in who_is_gone(ranks, ANSWER_S).items():
             rank = list(ranks).index(name)
-            log = self._log_end(rank) if len(reports) < NUM_LOGS else f"log {self.logs[rank]} on node {self.nodes[rank].name}"
+            log = f"log {self.logs[rank]} on node {self.nodes[rank].name}"
+            if len(reports) < NUM_LOGS:
+                log = self._log_end(rank)
             reports.append(f"{name} {how}; {log}")
         return reports
 
@@ -112,9 +114,9 @@ class RoleGroup:
 
         return wait
 
-    def evaluate(self, samples: list[Sample], loss, temperature: float = 1.0, pairs: bool = False) -> dict[str, float]:
+    def evaluate(self, samples: list[Sample], loss, pairs: bool = False) -> dict[str, float]:
         """The sums of `Engine.evaluate` over all replicas."""
-        return _sums(self._all("evaluate", ray.put(samples), loss, temperature, pairs))
+        return _sums(self._all("evaluate", ray.put(samples), loss, pairs))
 
     def logprobs(
         self, samples: list[Sample], temperature: float, reference: bool = False
@@ -141,7 +143,8 @@ class RoleGroup:
         refs = self._refs("values", ray.put(samples))
 
         def wait() -> list[torch.Tensor]:
-            return [torch.tensor(values) for values in _by_sample(wait_all(refs, "values", self.call_timeout_s, CALL_KEY))]
+            scored = _by_sample(wait_all(refs, "values", self.call_timeout_s, CALL_KEY))
+            return [torch.tensor(values) for values in scored]
 
         return wait
 
@@ -177,7 +180,9 @@ class RoleGroup:
         """`timeout_s` bounds each bucket."""
         return self._refs("send_weights", timeout_s, ranks=self._stage_ranks(stage))
 
-    def start_share(self, stage: int, servers: dict[str, int], version: str | None, timeout_s: float) -> dict[str, ray.ObjectRef]:
+    def start_share(
+        self, stage: int, servers: dict[str, int], version: str | None, timeout_s: float
+    ) -> dict[str, ray.ObjectRef]:
         """Hand the stage's buckets to servers (url -> number of ranks) on the same machine; `timeout_s` bounds each."""
         return self._refs("share_weights", servers, version, timeout_s, ranks=self._stage_ranks(stage))
 

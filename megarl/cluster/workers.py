@@ -79,8 +79,8 @@ class EngineWorker:
     def train_step(self, samples: list, loss, *arguments) -> dict[str, float]:
         return self.engine.train_step(samples, loss, *arguments)
 
-    def evaluate(self, samples: list, loss, *arguments) -> dict[str, float]:
-        return self.engine.evaluate(samples, loss, *arguments)
+    def evaluate(self, samples: list, loss, pairs: bool) -> dict[str, float]:
+        return self.engine.evaluate(samples, loss, pairs)
 
     def logprobs(self, samples: list, temperature: float, reference: bool) -> dict:
         """`Engine.logprobs` as numpy arrays: a pickled tensor would carry the storage of its whole micro-batch."""

@@ -54,21 +54,21 @@ def check_enough(rows: list, prompts_per_step: int, path: str | Path, what: str 
 
 
 class PromptStream:
-    """Endless prompts: each epoch is a shuffle that depends on seed and epoch alone, and uses every prompt once.
+    """Endless prompts, or rows of samples: an epoch is a shuffle by seed and epoch alone, and uses each of them once.
 
     `position` is (epoch, offset within it): all that has to be saved, and set again, to go on in the same order.
     """
 
-    def __init__(self, prompts: list[Prompt], seed: int):
+    def __init__(self, prompts: list, seed: int):
         if not prompts:
             raise ConfigError("a prompt stream needs at least one prompt")
         self.prompts = prompts
         self.seed = seed
         self.position = (0, 0)
 
-    def next(self, n: int) -> list[Prompt]:
+    def next(self, n: int) -> list:
         """The next n prompts; where an epoch ends among them, the next one's begin."""
-        taken: list[Prompt] = []
+        taken = []
         while len(taken) < n:
             epoch, offset = self.position
             order = _epoch_order(len(self.prompts), self.seed, epoch)

@@ -16,9 +16,9 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megarl.engine import parallel
 from megarl.engine.engine import Engine
 
-
 HF_FOLDER = "hf"
-EXTRA_STATE = "_extra_state"  # transformer-engine's, empty but for FP8: without it both layer implementations read a checkpoint
+# transformer-engine's, empty but for FP8: without it both layer implementations read a checkpoint
+EXTRA_STATE = "_extra_state"
 SMALL_FILES = ("*.json", "*.model", "*.jinja", "*.txt")  # of an HF folder: all but weights
 
 
@@ -34,7 +34,7 @@ def save(engine: Engine, model_path: str | Path, folder: str | Path) -> None:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     parallel.barrier()
-    # Megatron would start a process to gather what the writing threads of this one report: for half a minute, it imports.
+    # Megatron would start a process to gather what this one's writing threads report: it imports for half a minute.
     filesystem_async._results_queue = queue.Queue()
     dist_checkpointing.save(_state(engine), str(partial))
     parallel.barrier()
@@ -70,10 +70,11 @@ def copy_small_files(source: Path, target: Path) -> None:
 def _state(engine: Engine) -> dict:
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     metadata = {"dp_cp_group": group, "singleton_local_shards": False}
-    states = {name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in zip(_chunk_names(engine), engine.chunks)}
-    return {
-        name: {key: value for key, value in state.items() if not key.endswith(EXTRA_STATE)} for name, state in states.items()
-    }
+    states = {}
+    for name, chunk in zip(_chunk_names(engine), engine.chunks):
+        state = chunk.sharded_state_dict(metadata=metadata)
+        states[name] = {key: value for key, value in state.items() if not key.endswith(EXTRA_STATE)}
+    return states
 
 
 def _chunk_names(engine: Engine) -> list[str]:

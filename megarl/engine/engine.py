@@ -51,8 +51,8 @@ class Engine:
         """Build this rank's part of the model and load it from an HF folder; needs `parallel.initialize` first.
 
         Without `load_weights` only the folder's config.json is read, and a checkpoint must be loaded next; only a
-        `trainable` engine has gradient buffers. A value head needs a CriticConfig, by which it is drawn where the folder
-        has none. Raises ConfigError where the folder's config or tensors do not fit.
+        `trainable` engine has gradient buffers. A value head needs a CriticConfig, by which it is drawn where the
+        folder has none. Raises ConfigError where the folder's config or tensors do not fit.
         """
         self.shape = ModelShape.read(model.path)
         self.role = role
@@ -80,7 +80,8 @@ class Engine:
             grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=self.role.overlap_grad_reduce
         )
         wrapped = [
-            DistributedDataParallel(self.config, settings, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(self.chunks)
+            DistributedDataParallel(self.config, settings, chunk, disable_bucketing=i > 0)
+            for i, chunk in enumerate(self.chunks)
         ]
         self.config.finalize_model_grads_func = _finalize_summed_gradients
         if self.role.overlap_grad_reduce:  # of all micro-batches the last one alone reduces
@@ -123,10 +124,10 @@ class Engine:
         """One optimizer step on all `samples` (the whole mini-batch, the same on every rank).
 
         With `entropy_gradient`, `loss` gets the entropies too and may differentiate them. With `pairs`, samples 2i and
-        2i + 1 lie side by side in one micro-batch, in that order. Returns, the same on every rank,
-        `grad_norm` (before clipping) and `skipped`: 1.0 where a loss, a trained token's log-prob or the gradient was not
-        finite, and weights and optimizer are as they were. Reporting ranks add the sums over this replica's micro-batches
-        of `loss`, of the loss function's metrics and of `nonfinite_logprobs`.
+        2i + 1 lie side by side in one micro-batch, in that order. Returns, the same on every rank, `grad_norm` (before
+        clipping) and `skipped`: 1.0 where a loss, a trained token's log-prob or value or the gradient was not finite,
+        and weights and optimizer are as they were. Reporting ranks add the sums over this replica's micro-batches of
+        `loss`, of the loss function's metrics and of `nonfinite_logprobs`, which counts values too.
         """
         self.require("update")
         for chunk in self.runnable:
@@ -147,13 +148,11 @@ class Engine:
         return {"grad_norm": grad_norm, "skipped": float(skipped), **(results if parallel.reports_results() else {})}
 
     @torch.no_grad()
-    def evaluate(
-        self, samples: list[Sample], loss: Loss, temperature: float = 1.0, pairs: bool = False
-    ) -> dict[str, float]:
-        """The sums that `train_step` would report of these samples, without gradient or update; {} on ranks that do not."""
+    def evaluate(self, samples: list[Sample], loss: Loss, pairs: bool = False) -> dict[str, float]:
+        """The sums that `train_step` would report of these samples, without gradient or update; {} on other ranks."""
         self.require("score")
         _, batches = self._microbatches(samples, pairs)
-        results = _sums(self._run(batches, _loss_head(loss), temperature, "none", forward_only=True))
+        results = _sums(self._run(batches, _loss_head(loss), 1.0, "none", forward_only=True))
         return results if parallel.reports_results() else {}
 
     def logprobs(
@@ -161,14 +160,14 @@ class Engine:
     ) -> dict[int, tuple[torch.Tensor, torch.Tensor | None]]:
         """Position in `samples` -> (log-probs, entropy), each [L] float32 on CPU and 0 where not trained.
 
-        Only this replica's samples, on reporting ranks; {} elsewhere. At logits/temperature; `reference` uses the weights
-        of `capture_reference`, without entropies (None).
+        Only this replica's samples, on reporting ranks; {} elsewhere. At logits/temperature; `reference` uses the
+        weights of `capture_reference`, without entropies (None).
         """
         with self._reference_weights() if reference else contextlib.nullcontext():
             return self._score(samples, temperature, "none" if reference else "value")
 
     def values(self, samples: list[Sample]) -> dict[int, torch.Tensor]:
-        """Position in `samples` -> [L] float32 on CPU: entry t is the value of the tokens before t, 0 where not trained.
+        """Position in `samples` -> [L] float32 on CPU: entry t is the value of the tokens before t; 0 if not trained.
 
         Of an engine with a value head; as `logprobs` otherwise.
         """
@@ -201,8 +200,8 @@ class Engine:
     def capture_reference(self, ema_decay: float | None = None) -> None:
         """Keep a host copy of the present weights: they are the reference policy from now on.
 
-        With `ema_decay`, and where there is one already, it becomes ema_decay * reference + (1 - ema_decay) * weights; it is
-        then kept in float32, as bfloat16 would lose what a small share adds.
+        With `ema_decay`, and where there is one already, it becomes ema_decay * reference + (1 - ema_decay) * weights;
+        it is then kept in float32, as bfloat16 would lose what a small share adds.
         """
         self.require("score")
         if ema_decay is not None and self._reference is not None:
@@ -214,9 +213,9 @@ class Engine:
     def hf_tensors(self, read=lambda parameter: parameter.detach()) -> Iterator[tuple[str, torch.Tensor]]:
         """This stage's weights as full HF tensors, in a fixed order.
 
-        A collective over the ranks for which `parallel.helps_to_send()` holds, so each of them iterates to the end; only
-        sending ranks get tensors, the others get (name, empty tensor). A tied output layer is not repeated. `read` gives
-        what is exported of a parameter: a tensor of its shape.
+        A collective over the ranks for which `parallel.helps_to_send()` holds, so each of them iterates to the end;
+        only sending ranks get tensors, the others get (name, empty tensor). A tied output layer is not repeated. `read`
+        gives what is exported of a parameter: a tensor of its shape.
         """
         self.require("score")
         yield from self._hf_tensors(read, parallel.sends_weights())
@@ -285,7 +284,8 @@ class Engine:
         held = []
         for optimizer in self.optimizer.chained_optimizers if self.optimizer else []:
             held += [parameter.data for group in optimizer.optimizer.param_groups for parameter in group["params"]]
-            held += [x for state in optimizer.optimizer.state.values() for x in state.values() if isinstance(x, torch.Tensor)]
+            values = (value for state in optimizer.optimizer.state.values() for value in state.values())
+            held += [value for value in values if isinstance(value, torch.Tensor)]
         return [tensor for tensor in held if tensor.untyped_storage()._cdata not in weights]
 
     def _microbatches(self, samples: list[Sample], pairs: bool = False) -> tuple[list[list[int]], list[Batch]]:
@@ -302,11 +302,8 @@ class Engine:
             count_multiple=pipeline if len(self.chunks) > 1 else 1,
             unit=2 if pairs else 1,
         )[parallel.data_parallel_rank()]
-        denominators = count_denominators(samples)
-        batches = [
-            pack([samples[i] for i in indices], *denominators, parallel.device(), multiple_of, sequence_multiple, samples[:1])
-            for indices in plan
-        ]
+        fixed = (*count_denominators(samples), parallel.device(), multiple_of, sequence_multiple, samples[:1])
+        batches = [pack([samples[i] for i in indices], *fixed) for indices in plan]
         return plan, batches
 
     def _run(self, batches, head, temperature, entropy, forward_only=False) -> list[dict]:

@@ -30,7 +30,8 @@ def transformer_config(shape: ModelShape, dtype: torch.dtype, role: RoleConfig, 
     family_arguments = FAMILIES[shape.family].transformer_arguments(shape)
     if shape.num_experts:
         family_arguments |= {"moe_grouped_gemm": use_te, "moe_permute_fusion": use_te}
-    te_activation = use_te and not shape.num_experts  # experts weigh it by the router's probabilities, in Megatron's kernel
+    # Experts weigh it by the router's probabilities, in Megatron's kernel.
+    te_activation = use_te and not shape.num_experts
     if role.recompute != "none":
         family_arguments |= recompute_arguments(role, shape)
     return TransformerConfig(
@@ -72,7 +73,7 @@ def transformer_config(shape: ModelShape, dtype: torch.dtype, role: RoleConfig, 
         deallocate_pipeline_outputs=True,  # once the next stage has them
         bias_activation_fusion=on_gpu and not te_activation,
         use_te_activation_func=te_activation,
-        # These need NVIDIA's apex for Megatron's own layers: `fuse_gradient_accumulation` does it for transformer-engine's.
+        # These need NVIDIA's apex for Megatron's own layers; `fuse_gradient_accumulation` serves transformer-engine's.
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
@@ -91,7 +92,7 @@ def recompute_arguments(role: RoleConfig, shape: ModelShape) -> dict:
 def build_chunks(
     shape: ModelShape, config: TransformerConfig, use_te: bool, head: str, role: RoleConfig
 ) -> list[GPTModel]:
-    """This rank's model chunks (one, or `virtual_pipeline_size`) on its device, weights not set but the value head's."""
+    """This rank's chunks (one, or `virtual_pipeline_parallel`) on its device, weights not set but the value head's."""
     return [_build_chunk(shape, config, use_te, head, role, chunk) for chunk in range(parallel.virtual_pipeline_size())]
 
 
@@ -127,7 +128,7 @@ def local_layer(config: TransformerConfig) -> tuple[ModuleSpec, type]:
     )
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
     layer.submodules.self_attn_bda = layer.submodules.mlp_bda = residual_add
-    if config.num_moe_experts:  # Megatron's map is that of a dense layer: transformer-engine's would not find the MLP's norm
+    if config.num_moe_experts:  # Megatron's map is a dense layer's: transformer-engine's would not find the MLP's norm
         layer.submodules.sharded_state_dict_keys_map = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = PackedAttention
@@ -176,10 +177,11 @@ def parameters_of(chunk: GPTModel, shape: ModelShape) -> Iterator[tuple[Paramete
 
 @torch.no_grad()
 def load_hf_weights(chunks: list[GPTModel], shape: ModelShape, model_path: str | Path) -> None:
-    """Fill this rank's shards from the folder's safetensors, one full tensor at a time; a value head that the folder lacks
-    keeps its initial weights.
+    """Fill this rank's shards from the folder's safetensors, one full tensor at a time; a value head that the folder
+    lacks keeps its initial weights.
 
-    Raises ConfigError naming every tensor that the folder lacks, or a bias of its value head that this one has no place for.
+    Raises ConfigError naming every tensor that the folder lacks, or a bias of its value head that this one has no place
+    for.
     """
     where = hf_tensor_files(Path(model_path))
     wanted = [
@@ -190,15 +192,17 @@ def load_hf_weights(chunks: list[GPTModel], shape: ModelShape, model_path: str |
     ]
     missing = sorted({name for key, _ in wanted for name in key.hf_names(shape)} - where.keys())
     if missing:
-        raise ConfigError(f"model.path: {model_path} lacks the tensors {', '.join(missing[:10])} ({len(missing)} in all)")
+        names = f"{', '.join(missing[:10])} ({len(missing)} in all)"
+        raise ConfigError(f"model.path: {model_path} lacks the tensors {names}")
     opened = {file: safe_open(file, framework="pt") for file in set(where.values())}
 
     def read(name: str) -> torch.Tensor:
         return opened[where[name]].get_tensor(name)
 
     lines = {key.line for key, _ in wanted}
-    if "value_head.weight" in lines and "value_head.bias" not in lines and "score.bias" in where and read("score.bias").any():
-        raise ConfigError(f"{model_path} has a score.bias of {read('score.bias').item():g}, and the value head has none (value_head_bias)")
+    has_no_bias = "value_head.weight" in lines and "value_head.bias" not in lines
+    if has_no_bias and "score.bias" in where and (bias := read("score.bias").item()):
+        raise ConfigError(f"{model_path} has a score.bias of {bias:g}, and the value head has none (value_head_bias)")
     for key, parameter in wanted:
         load_shard(shape, key, parameter, read, *tensor_parallel_place(key))
 

@@ -23,7 +23,8 @@ SHOWN = (
 
 class Console:
     def __init__(self):
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+        times = (TimeElapsedColumn(), TimeRemainingColumn())
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), *times)
         self._progress = Progress(*columns, console=RichConsole(soft_wrap=True, highlight=False))
         self._task = None
 
@@ -57,6 +58,10 @@ class Console:
 
     def memory(self, metrics: dict) -> None:
         """What each phase took of the fullest GPU, where that was measured."""
-        taken = {key.split("/")[1].removesuffix("_gpu_gb"): gb for key, gb in metrics.items() if key.startswith("memory/")}
+        taken = [
+            f"{key.removeprefix('memory/').removesuffix('_gpu_gb')} {gb:.1f} GB"
+            for key, gb in metrics.items()
+            if key.startswith("memory/")
+        ]
         if taken:
-            self.line("GPU memory at the end of each phase: " + ", ".join(f"{phase} {gb:.1f} GB" for phase, gb in taken.items()))
+            self.line(f"GPU memory at the end of each phase: {', '.join(taken)}")

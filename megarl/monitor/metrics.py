@@ -15,7 +15,6 @@ def sample_metrics(samples: list[Sample], group_size: int) -> dict[str, float]:
     if samples[0].reward is None:
         return metrics
     rewards_PG = torch.tensor([sample.reward for sample in samples], dtype=torch.float64).view(-1, group_size)
-    constant_P = (rewards_PG == rewards_PG[:, :1]).all(dim=1)
     parts = {
         f"reward/{name}_mean": sum(sample.reward_parts[name] for sample in samples) / len(samples)
         for name in samples[0].reward_parts
@@ -23,6 +22,7 @@ def sample_metrics(samples: list[Sample], group_size: int) -> dict[str, float]:
     metrics |= parts | {"reward/mean": rewards_PG.mean().item(), "reward/std": rewards_PG.std(unbiased=False).item()}
     if group_size == 1:
         return metrics
+    constant_P = (rewards_PG == rewards_PG[:, :1]).all(dim=1)
     return metrics | {
         "group/zero_variance_groups": constant_P.sum().item(),
         "group/zero_std_ratio": constant_P.double().mean().item(),
@@ -46,6 +46,19 @@ def policy_metrics(samples: list[Sample], entropies: list[torch.Tensor] | None) 
         metrics["entropy"] = torch.cat(entropies)[mask_T].mean().item()
     if samples[0].ref_logprobs is not None:
         metrics["kl/ref"] = k3(_trained(samples, "old_logprobs"), _trained(samples, "ref_logprobs")).mean().item()
+    return metrics
+
+
+def advantage_metrics(samples: list[Sample]) -> dict[str, float]:
+    """Of a critic, or of a teacher. Explained variance: 1 - var(returns - values) / var(returns), if returns differ."""
+    if samples[0].teacher_logprobs is not None:
+        return {"distillation/reverse_kl": -_trained(samples, "advantages").mean().item()}
+    if samples[0].returns is None:
+        return {}
+    returns_N, values_N = _trained(samples, "returns").double(), _trained(samples, "values").double()
+    metrics = {"critic/value_mean": values_N.mean().item(), "critic/return_mean": returns_N.mean().item()}
+    if returns_N.var() > 0:
+        metrics["critic/explained_variance"] = 1 - ((returns_N - values_N).var() / returns_N.var()).item()
     return metrics
 
 

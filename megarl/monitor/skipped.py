@@ -18,7 +18,7 @@ class SkippedUpdates:
         self.count = 0
 
     def add(self, when: str, samples: list[Sample], why: str) -> None:
-        """`when`: "step_000012". Raises RunError where the limit is passed; the batch is then in the run directory too."""
+        """`when`: "step_000012". Raises RunError where the limit is passed; the batch is then kept all the same."""
         self.count += 1
         file = self.run.dump_batch(f"{when}_{self.count}", samples)
         text = f"{when}: {why}; the update was skipped, its batch is in {file} ({self.count} skipped so far)"
@@ -28,7 +28,7 @@ class SkippedUpdates:
 
 
 def nonfinite_fields(samples: list[Sample]) -> int:
-    """How many trained tokens have a log-prob, of server, actor or reference, or a value that is not a finite number."""
+    """How many log-probs, of server, actor and reference, and values of trained tokens are not finite numbers."""
     count = 0
     for sample in samples:
         for name in ("rollout_logprobs", "old_logprobs", "ref_logprobs", "values"):
@@ -40,5 +40,5 @@ def nonfinite_fields(samples: list[Sample]) -> int:
 def why_skipped(result: dict[str, float]) -> str:
     """From what `RoleGroup.train_step` returned of a skipped update."""
     broken = int(result["nonfinite_logprobs"])
-    logprobs = f"{broken} log-probs are not finite, " if broken else ""
+    logprobs = f"{broken} log-probs or values are not finite, " if broken else ""
     return f"{logprobs}the loss is {result['loss']:g} and the gradient norm {result['grad_norm']:g}"

@@ -80,8 +80,8 @@ class RolloutClient:
 
         `temperature` overrides the configured one; 0 is greedy and gives no `rollout_logprobs`. `group_id` is the
         prompt's place in this call, `index` the sample's. A response may have at most
-        min(max_new_tokens, context_length - prompt length) tokens. `while_waiting` is called again and again meanwhile. Raises
-        RunError when a request fails for good.
+        min(max_new_tokens, context_length - prompt length) tokens. `while_waiting` is called again and again meanwhile.
+        Raises RunError when a request fails for good.
         """
         if temperature is None:
             temperature = self.sampling.temperature
@@ -136,13 +136,13 @@ class RolloutClient:
         return self._on_loop(self._health.take_dead)
 
     def silent(self, paused: bool) -> list[str]:
-        """After a failed weight update: the servers that are dead or do not come back to work. Of `paused` servers, which may
-        be without their memory, only whether they answer."""
+        """After a failed weight update: the servers that are dead or do not come back to work. Of `paused` servers,
+        which may be without their memory, only whether they answer."""
         answers = self.start(_all([self._comes_back(url, paused) for url in self.urls])).result()
         return [url for url, comes_back in zip(self.urls, answers) if not comes_back]
 
     def remove(self, url: str) -> None:
-        """A server is gone: what it has of our requests is made again elsewhere, once the gate is open and there is one."""
+        """A server is gone: what it has of our requests goes elsewhere, once the gate is open and there is one."""
         self._on_loop(self._health.bury, url)
 
     def admit(self, urls: list[str]) -> None:
@@ -180,8 +180,8 @@ class RolloutClient:
         return [str(answer["weight_version"]) for answer in self.start(_all(calls)).result()]
 
     def leave_gpus(self, timeout_s: float) -> None:
-        """Have every server give its memory for weights and KV cache back, the contents with it; until `resume_memory`, a
-        push and `resume` they do nothing."""
+        """Have every server give its memory for weights and KV cache back, the contents with it; until `resume_memory`,
+        a push and `resume` they do nothing."""
         self.close_gate()
         self.pause(timeout_s)
         self._control_all("/release_memory_occupation", {"tags": ["kv_cache", "weights"]}, timeout_s).result()
@@ -219,8 +219,8 @@ class RolloutClient:
     ) -> concurrent.futures.Future:
         """Have every server receive these buckets one after another, by broadcast from rank 0 of the group.
 
-        Rank 0 learns what could not be loaded; a server that dies is named here. With a version, the last of a push, cached
-        prefixes are forgotten and the version is set. `timeout_s` bounds it all.
+        Rank 0 learns what could not be loaded; a server that dies is named here. With a version, the last of a push,
+        cached prefixes are forgotten and the version is set. `timeout_s` bounds it all.
         """
         order = {"do": "receive", "group": group_name, "buckets": buckets}
         return self.start(_all([self._order(url, order, timeout_s, weight_version) for url in self.urls]))
@@ -229,7 +229,11 @@ class RolloutClient:
         """url -> "rank/SGLang's name of the tensor" -> its checksum; on GPUs only."""
         answers = self._control_all("/weights_checker", {"action": "checksum"}, timeout_s).result()
         return {
-            url: {f"{rank}/{name}": value for rank, info in enumerate(answer["ranks"]) for name, value in info["checksums"].items()}
+            url: {
+                f"{rank}/{name}": value
+                for rank, info in enumerate(answer["ranks"])
+                for name, value in info["checksums"].items()
+            }
             for url, answer in zip(self.urls, answers, strict=True)
         }
 
@@ -282,7 +286,7 @@ class RolloutClient:
         return {"input_ids": token_ids, "sampling_params": params, "return_logprob": temperature > 0}
 
     async def _request(self, i: int, body: dict, server_index: int | None = None) -> tuple[str, Any]:
-        """(url, answer) of one /generate call, tried again on the next server after a fault; a server's death is not one."""
+        """(url, answer) of a /generate call, tried again on the next server after a fault; a server's death is none."""
         faults = []
         async with self._slots:
             while len(faults) <= self.max_retries:
@@ -345,7 +349,8 @@ class RolloutClient:
         await self._control(url, orders.PATH, body, timeout_s)
 
     async def _score_now(self, url: str, token_ids: list[int], timeout_s: float) -> list[float]:
-        return input_logprobs(url, token_ids, await self._control(url, "/generate", _logprobs_body(token_ids), timeout_s))
+        answer = await self._control(url, "/generate", _logprobs_body(token_ids), timeout_s)
+        return input_logprobs(url, token_ids, answer)
 
     async def _wait_for_gate(self) -> None:
         try:

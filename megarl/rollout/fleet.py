@@ -1,4 +1,4 @@
-"""The rollout servers as the trainer sees them: they generate, they take weights, and one that dies is started again."""
+"""The rollout servers as the trainer sees them: they generate, take weights, and one that dies is started again."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -65,8 +65,8 @@ class Fleet:
             self.client.leave_gpus(self.config.sync.timeout_s)
 
     def attach(self, actor: RoleGroup) -> None:
-        """Make ready to push this actor's weights; nothing the second time. With debug.sync_checksum a first push shows that
-        it brings what the servers read from the model folder, as the actor did."""
+        """Make ready to push this actor's weights; nothing the second time. With debug.sync_checksum a first push shows
+        that it brings what the servers read from the model folder, as the actor did."""
         if self.sync is not None:
             return
         if self.client is None:
@@ -83,13 +83,15 @@ class Fleet:
             self.make_room()
             actor.place("update")  # as it was
 
-    def generate(self, prompts: list[Prompt], group_size: int, tokenizer, temperature: float | None = None) -> list[Sample]:
-        """As the client's; a dead server's requests are made again elsewhere, or by its successor if it was the only one."""
+    def generate(
+        self, prompts: list[Prompt], group_size: int, tokenizer, temperature: float | None = None
+    ) -> list[Sample]:
+        """As the client's; a dead server's requests are made again elsewhere, or by its successor if it was alone."""
         return self.client.generate(prompts, group_size, tokenizer, temperature, while_waiting=self._tend)
 
     def push(self, version: int) -> dict[str, float]:
-        """As `WeightSync.push`, once more where a server died or hangs in it: after that one was started again, without the
-        others waiting for it."""
+        """As `WeightSync.push`, once more where a server died or hangs in it: after that one was started again, without
+        the others waiting for it."""
         self.version = version
         self.client.close_gate()
         self._restart_dead()
@@ -123,8 +125,8 @@ class Fleet:
         self.cluster.stop_servers()
 
     def _recover(self, failure: RunError) -> None:
-        """Start the servers again that a failure shows to be dead or to hang; raise it where it shows none, or a dead rank of
-        the actor. Servers that share GPUs are all started again: who of them holds what is not known any more."""
+        """Start the servers again that a failure shows to be dead or to hang; raise it where it shows none, or a dead
+        rank of the actor. Servers that share GPUs are all started again: who of them holds what is not known."""
         if self.sync.actor.has_died():
             raise failure
         silent = self.client.silent(paused=self.sync.in_turns)
@@ -135,8 +137,8 @@ class Fleet:
             self._restart(url, str(failure), counts=i == 0)  # they hang in one broadcast: one incident
 
     def _tend(self) -> None:
-        """While requests run: start dead servers again, and bring them back at once where none is left. Raises RunError where a
-        rank of the watched roles has died."""
+        """While requests run: start dead servers again, and bring them back at once where none is left. Raises RunError
+        where a rank of the watched roles has died."""
         for role in self.watched:
             role.raise_dead()
         self._restart_dead()

@@ -33,7 +33,8 @@ POLL_S = 0.5
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy of the site does not know our servers
 HEALTH_TIMEOUT_S = 25.0  # SGLang answers /health after one generated token, or 503 after 20 s
 
-COLOCATED_DEFAULTS = {"mem_fraction_static": 0.7}  # of the GPU, for weights and KV cache: something of the actor remains there
+# Of the GPU, for weights and KV cache: something of the actor remains there.
+COLOCATED_DEFAULTS = {"mem_fraction_static": 0.7}
 
 # SGLang 0.5.17 takes prompts up to its context length - 7 and clips responses, in silence, at its context length - 2
 # tokens in all. It is told a longer context, so that both limits lie outside the model's own.
@@ -81,8 +82,9 @@ class Server:
         first_gpu: int = 0,
         section: str = "rollout",
     ):
-        """`section` of the config: for messages. `shared_gpus`: those that a colocated actor has too, as CUDA_VISIBLE_DEVICES, and all of them, since a rank of the
-        server must see the GPU of whoever hands it weights; its own ranks are on those from place `first_gpu` on."""
+        """`section` of the config: for messages. `shared_gpus`: those that a colocated actor has too, as
+        CUDA_VISIBLE_DEVICES, and all of them, since a rank of the server must see the GPU of whoever hands it weights;
+        its own ranks are on those from place `first_gpu` on."""
         if device not in ("cpu", "cuda"):
             raise ConfigError(f"device: {device!r} is neither cpu nor cuda")
         if errors := check_server_args(server_args):
@@ -144,7 +146,7 @@ class Server:
         return self._process is not None and self._process.poll() is None
 
     def death_report(self, wait_s: float = 0.0) -> str | None:
-        """Why the server is not alive, with the end of its log; None where it is alive and does not end within `wait_s`."""
+        """Why the server is not alive, with the end of its log; None where it lives and does not end in `wait_s`."""
         deadline = time.monotonic() + wait_s
         while self.alive():
             if time.monotonic() >= deadline:
@@ -215,8 +217,8 @@ class Server:
                 pass
             with DIRECT.open(f"{self.url}/v1/models", timeout=timeout_s) as response:
                 models = json.load(response)
-        except (OSError, ValueError, http.client.HTTPException):  # refused, late, 503, no HTTP or no JSON: not ours or not yet
-            return False
+        except (OSError, ValueError, http.client.HTTPException):
+            return False  # refused, late, 503, no HTTP or no JSON: not ours or not yet
         return [model.get("id") for model in models.get("data", [])] == [self._name]
 
     def _log_since_start(self) -> str:
@@ -275,7 +277,8 @@ def post(url: str, body: dict, timeout_s: float, where: str) -> None:
         with DIRECT.open(request, timeout=timeout_s):
             pass
     except urllib.error.HTTPError as error:
-        raise RunError(f"{where}: {url}: HTTP {error.code}: {error.read(MAX_ANSWER).decode(errors='replace')}") from error
+        answer = error.read(MAX_ANSWER).decode(errors="replace")
+        raise RunError(f"{where}: {url}: HTTP {error.code}: {answer}") from error
     except (OSError, http.client.HTTPException) as error:
         raise RunError(f"{where}: {url}: no answer within {timeout_s:g} s, or no connection: {error}") from error
 

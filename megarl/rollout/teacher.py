@@ -85,7 +85,8 @@ class Teacher:
     def _check_tokens(self, sample: Sample) -> None:
         """The policy's vocabulary may be padded beyond the teacher's."""
         if (largest := int(sample.token_ids.max())) >= self.vocab_size:
-            raise RunError(f"{_name(sample)} has token {largest}, but the teacher (roles.teacher.path) has {self.vocab_size} tokens")
+            text = f"has token {largest}, but the teacher (roles.teacher.path) has {self.vocab_size} tokens"
+            raise RunError(f"{_name(sample)} {text}")
 
 
 def masked_logprobs(sample: Sample, logprobs: list[float]) -> torch.Tensor:

@@ -161,6 +161,8 @@ def test_equal_sums_of_unequal_parts_are_informative_by_part():
     group = [sample_with(reward=1.0), sample_with(reward=1.0)]
     for sample, parts in zip(group, ({"right": 1.0, "short": 0.0}, {"right": 0.0, "short": 1.0})):
         sample.reward_parts = parts
-    assert is_informative(group, by_part=True) and not is_informative(group)
+    assert is_informative(group, ["right", "short"]) and not is_informative(group)
     group[1].reward_parts, group[1].reward = dict(group[0].reward_parts), 2.0
-    assert not is_informative(group, by_part=True)
+    assert not is_informative(group, ["right", "short"])
+    group[1].reward_parts["short"] = 9.0
+    assert is_informative(group, ["right", "short"]) and not is_informative(group, ["right"])

@@ -115,7 +115,8 @@ def test_a_colocated_critic_shares_the_actors_bundles():
 
 @pytest.mark.parametrize("name", ["sft", "dpo", "reward_model"])
 def test_supervised_runs_have_no_servers(name):
-    assert requests_of("cpu", roles={"actor": ROLES["actor"]}, algorithm={"name": name}) == [GroupRequest("actor", 2, 0.5, 0)]
+    requests = requests_of("cpu", roles={"actor": ROLES["actor"]}, algorithm={"name": name})
+    assert requests == [GroupRequest("actor", 2, 0.5, 0)]
 
 
 def test_quickstart_fits_two_cores():

@@ -32,8 +32,8 @@ def score(engine):
 
 
 def train_save_export(rank, model, folder, bias):
-    """(scores after a step, those of an engine that starts from the exported folder, what the export says, why one without a bias
-    cannot)."""
+    """(scores after a step, those of an engine that starts from the exported folder, what the export says, why one
+    without a bias cannot)."""
     from megarl.engine import checkpoint, parallel
     from megarl.engine.hf.export import export_hf
     from megarl.rollout.server import free_port

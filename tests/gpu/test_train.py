@@ -16,6 +16,7 @@ def test_the_quickstart_learns_on_gpus_and_trainer_and_server_agree(tmp_path):
         assert code == 0, "\n".join(p.read_text()[-3000:] for p in (tmp_path / "runs/test/logs").glob("*.log"))
     found = steps(tmp_path / "runs/test")
     assert all(m["rollout/logprob_diff_mean"] < 0.05 for m in found)
-    assert all(0 < m["memory/generate_gpu_gb"] < 5 for m in found)  # contexts and libraries: the server generates elsewhere
+    # contexts and libraries: the server generates elsewhere
+    assert all(0 < m["memory/generate_gpu_gb"] < 5 for m in found)
     rewards = [m["reward/mean"] for m in found]
     assert sum(rewards[-10:]) > sum(rewards[:10]) + 1.0

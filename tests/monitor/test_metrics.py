@@ -25,7 +25,8 @@ def test_rewards_and_responses_by_hand():
 
 def test_parts_of_a_reward_have_means_and_without_a_reward_there_is_none():
     samples = [sample(0.5), sample(0.0)]
-    samples[0].reward_parts, samples[1].reward_parts = {"gsm8k": 0.0, "completed": 1.0}, {"gsm8k": 0.0, "completed": 0.0}
+    samples[0].reward_parts = {"gsm8k": 0.0, "completed": 1.0}
+    samples[1].reward_parts = {"gsm8k": 0.0, "completed": 0.0}
     metrics = sample_metrics(samples, group_size=2)
     assert metrics["reward/completed_mean"] == 0.5 and metrics["reward/gsm8k_mean"] == 0.0
     assert not any(key.startswith(("reward", "group")) for key in sample_metrics([sample(None)], group_size=1))

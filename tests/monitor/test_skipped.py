@@ -51,4 +51,4 @@ def test_logprobs_are_counted_where_they_are_trained():
 def test_the_reason_has_the_numbers():
     result = {"nonfinite_logprobs": 0.0, "loss": 0.5, "grad_norm": float("inf")}
     assert why_skipped(result) == "the loss is 0.5 and the gradient norm inf"
-    assert why_skipped(result | {"nonfinite_logprobs": 3.0}).startswith("3 log-probs are not finite, the loss")
+    assert why_skipped(result | {"nonfinite_logprobs": 3.0}).startswith("3 log-probs or values are not finite, the loss")

@@ -30,7 +30,8 @@ def test_several_rewards_are_parts_of_a_weighted_sum():
     samples = samples_with(["18", "19"])
     samples[1].status = Status.TRUNCATED
     score_by_name(samples, {"gsm8k": 2.0, "completed": -0.5})
-    assert [sample.reward_parts for sample in samples] == [{"gsm8k": 1.0, "completed": 1.0}, {"gsm8k": 0.0, "completed": 0.0}]
+    parts = [{"gsm8k": 1.0, "completed": 1.0}, {"gsm8k": 0.0, "completed": 0.0}]
+    assert [sample.reward_parts for sample in samples] == parts
     assert [sample.reward for sample in samples] == [1.5, 0.0]
     score_by_name(samples, "completed")
     assert [sample.reward for sample in samples] == [1.0, 0.0]

@@ -74,13 +74,15 @@ def test_a_dead_server_ends_the_run_though_others_could_do_its_work(sglang_serve
 
 
 def test_what_the_server_refuses_is_shown_with_its_url(sglang_server, connect):
-    with pytest.raises(RunError, match=f"^scoring by the teacher: {sglang_server.url}/generate: HTTP 400: .*longer than"):
+    text = f"^scoring by the teacher: {sglang_server.url}/generate: HTTP 400: .*longer than"
+    with pytest.raises(RunError, match=text):
         connect([sglang_server.url]).score([sample_of([5] * 300)])
 
 
 def test_a_token_that_the_servers_cannot_score_is_refused_with_its_sample(sglang_server, connect):
     teacher = connect([sglang_server.url])
-    with pytest.raises(RunError, match=f"^sample 1 of group 5 has token {LAST_TOKEN + 1}, but the teacher .* has 448 tokens"):
+    text = f"^sample 1 of group 5 has token {LAST_TOKEN + 1}, but the teacher .* has 448 tokens"
+    with pytest.raises(RunError, match=text):
         teacher.score([sample_of([5]), sample_of([5, LAST_TOKEN + 1], 1)])
 
 
@@ -102,7 +104,8 @@ def test_a_teacher_with_other_tokens_is_refused(model_folder, tmp_path):
     vocabulary["!"], vocabulary['"'] = vocabulary['"'], vocabulary["!"]
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
     ours, theirs = vocabulary['"'], vocabulary["!"]
-    with pytest.raises(ConfigError, match=f"^roles.teacher.path: .* differ in 2 tokens: '!' is {theirs} in .* {ours} in"):
+    text = f"^roles.teacher.path: .* differ in 2 tokens: '!' is {theirs} in .* {ours} in"
+    with pytest.raises(ConfigError, match=text):
         check_same_tokens(student, tmp_path)
     with pytest.raises(ConfigError, match="^roles.teacher.path: .*nowhere is not a folder"):
         check_same_tokens(student, tmp_path / "nowhere")
