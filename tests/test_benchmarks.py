@@ -8,6 +8,7 @@ import pytest
 from end_to_end import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
+from algorithms import RUNS  # noqa: E402
 from trace_summary import span_and_busy  # noqa: E402
 
 
@@ -22,6 +23,16 @@ def test_kept_quickstart_figures_show_that_it_learns():
             assert abs(rise) < 0.1 and held_out < 0.1
         else:
             assert rise >= 0.25 and held_out >= 0.25
+
+
+def test_kept_figures_show_that_it_learns_under_every_algorithm_as_the_readme_says():
+    runs = json.loads((ROOT / "benchmarks/results/algorithms_cpu.json").read_text())["runs"]
+    readme = (ROOT / "README.md").read_text()
+    assert list(runs) == list(RUNS)
+    for label, run in runs.items():
+        first, last, before, after = (run[key] for key in ("first_10", "last_10", "held_out_before", "held_out_after"))
+        assert run["overrides"] == RUNS[label] and last - first >= 0.25 and after - before >= 0.25
+        assert f"| {label} | {first:.2f} -> {last:.2f} ({last - first:+.2f}) | {before:.2f} -> {after:.2f} |" in readme
 
 
 def test_kept_trainer_figures_reach_the_bare_loop_of_their_run():
