@@ -43,7 +43,7 @@ class Collector:
             return samples, samples, sample_metrics(samples, algorithm.group_size)
         num_kept, num_rounds, generated = len(self.kept), 0, []
         while len(self.kept) < num_prompts and num_rounds < sampling.max_rounds:
-            samples = self._round(sampling.prompts_per_round or num_prompts, step, times)
+            samples = self._round(self.config.prompts_per_round, step, times)
             groups = _groups(samples, algorithm.group_size)
             self.kept += [group for group in groups if is_informative(group, self.parts)]
             generated += samples

@@ -61,8 +61,7 @@ class SupervisedTrainer:
         """Start the actor; nothing has to be closed."""
         console.line(f"starting {config.roles.actor.world_size} actor ranks")
         actor = cluster.start_role("actor", head="value" if config.algorithm.name == "reward_model" else "lm")
-        for what, how in actor.live_paths.items():
-            console.line(f"  {what + ':':18} {how}")
+        console.live_paths(actor.live_paths)
         if config.algorithm.name in WITH_REFERENCE:
             actor.capture_reference()
         actor.use_optimizer(config.roles.actor.optimizer)

@@ -118,8 +118,7 @@ class Trainer:
             critic.place("generate")
             actor.place("update")
             fleet.watched.append(critic)
-        for what, how in actor.live_paths.items():
-            console.line(f"  {what + ':':18} {how}")
+        console.live_paths(actor.live_paths)
         if config.debug.sync_checksum:
             fleet.attach(actor)  # before anything is trained: it compares with the model folder
         if inputs.warm_start:

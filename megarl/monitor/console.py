@@ -38,6 +38,11 @@ class Console:
     def line(self, text: str) -> None:
         self._progress.console.print(text, markup=False)
 
+    def live_paths(self, paths: dict[str, str]) -> None:
+        """Which implementations a role uses: `RoleGroup.live_paths`."""
+        for what, how in paths.items():
+            self.line(f"  {what + ':':18} {how}")
+
     def begin(self, what: str, total: int) -> None:
         """Start counting to `total`; replaces the bar before it."""
         if self._task is not None:

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, Literal
 
-from megarl.config import SamplingConfig
+from megarl.config import RolloutConfig, SamplingConfig
 from megarl.errors import RunError
 from megarl.rollout import http, orders
 from megarl.rollout.health import Health
@@ -65,6 +65,18 @@ class RolloutClient:
         self._session = self.start(http.open_session()).result()
         self._num_ranks: dict[str, int] = {}  # of each server
         self._health = Health(urls, self._gate, self._ask_health)
+
+    @classmethod
+    def of(cls, settings: RolloutConfig, urls: list[str], **more) -> "RolloutClient":
+        """One to these servers as the config has it; `more`: the parameters that are no keys of it."""
+        return cls(
+            list(urls),
+            settings.sampling,
+            request_timeout_s=settings.request_timeout_s,
+            max_retries=settings.max_retries,
+            max_concurrent_prompts=settings.max_concurrent_prompts,
+            **more,
+        )
 
     # Generation
 

@@ -49,12 +49,9 @@ class Fleet:
         """Wait for the servers; those that are to share the actor's GPUs leave them at once."""
         rollout = self.config.rollout
         self._urls = self.cluster.wait_servers()
-        self.client = RolloutClient(
-            list(self._urls),
-            rollout.sampling,
-            request_timeout_s=rollout.request_timeout_s,
-            max_retries=rollout.max_retries,
-            max_concurrent_prompts=rollout.max_concurrent_prompts,
+        self.client = RolloutClient.of(
+            rollout,
+            self._urls,
             stop_token_ids=[self.inputs.tokenizer.eos_token_id],
             context_length=self.inputs.context_length,
             gate_timeout_s=rollout.request_timeout_s + (1 + rollout.max_restarts) * rollout.start_timeout_s,

@@ -41,25 +41,13 @@ class Teacher:
         rollout, shape = self.config.rollout, ModelShape.read(self.config.model_of("teacher").path)
         self.vocab_size = shape.vocab_size
         self._urls = self.cluster.wait_teachers()
-        self.client = RolloutClient(
-            list(self._urls),
-            rollout.sampling,
-            request_timeout_s=rollout.request_timeout_s,
-            max_retries=rollout.max_retries,
-            max_concurrent_prompts=rollout.max_concurrent_prompts,
-            stop_token_ids=[],
-            context_length=shape.max_positions,
-        )
-
-    def score(self, samples: list[Sample]) -> None:
-        """Fill teacher_logprobs [L], at temperature 1; 0 where masked.
-
-        Raises RunError naming a server that died, failed or was late, or a sample that cannot be scored.
-        """
-        self.start_score(samples)()
+        self.client = RolloutClient.of(rollout, self._urls, stop_token_ids=[], context_length=shape.max_positions)
 
     def start_score(self, samples: list[Sample]) -> Callable[[], None]:
-        """The same, beginning now; the returned function waits for it and fills."""
+        """Begin to score at temperature 1; the returned function waits and fills teacher_logprobs [L], 0 where masked.
+
+        Both raise RunError naming a server that died, failed or was late, or a sample that cannot be scored.
+        """
         for sample in samples:
             self._check_tokens(sample)
         pending = self.client.start_logprobs([sample.token_ids.tolist() for sample in samples])

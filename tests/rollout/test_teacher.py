@@ -69,21 +69,21 @@ def test_a_dead_server_ends_the_run_though_others_could_do_its_work(sglang_serve
     samples = [sample_of([5], i) for i in range(4)]
     for urls, index in (([sglang_server.url, dead], 1), ([dead], 0)):
         with pytest.raises(RunError, match=rf"^teacher server {index} \({dead}\) is gone: .*Cannot connect"):
-            connect(urls).score(samples)
+            connect(urls).start_score(samples)()
     assert all(sample.teacher_logprobs is None for sample in samples)
 
 
 def test_what_the_server_refuses_is_shown_with_its_url(sglang_server, connect):
     text = f"^scoring by the teacher: {sglang_server.url}/generate: HTTP 400: .*longer than"
     with pytest.raises(RunError, match=text):
-        connect([sglang_server.url]).score([sample_of([5] * 300)])
+        connect([sglang_server.url]).start_score([sample_of([5] * 300)])()
 
 
 def test_a_token_that_the_servers_cannot_score_is_refused_with_its_sample(sglang_server, connect):
     teacher = connect([sglang_server.url])
     text = f"^sample 1 of group 5 has token {LAST_TOKEN + 1}, but the teacher .* has 448 tokens"
     with pytest.raises(RunError, match=text):
-        teacher.score([sample_of([5]), sample_of([5, LAST_TOKEN + 1], 1)])
+        teacher.start_score([sample_of([5]), sample_of([5, LAST_TOKEN + 1], 1)])()
 
 
 def test_a_logprob_that_is_not_finite_is_refused_with_its_sample():
