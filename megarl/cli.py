@@ -5,6 +5,7 @@ import os
 import sys
 
 import megarl
+from megarl import data_report
 from megarl.config import describe, load
 from megarl.config_checks import refuse_used_run
 from megarl.errors import ConfigError, RunError
@@ -15,9 +16,9 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     options = parse(arguments)
     try:
-        if options.command == "clean":
-            return clean(options)
-        return train(options, ["megarl", *arguments])
+        if options.command == "train":
+            return train(options, ["megarl", *arguments])
+        return COMMANDS[options.command](options)
     except ConfigError as error:
         return fail(error, 2)
     except RunError as error:
@@ -35,6 +36,16 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     train_parser.add_argument("config", help="YAML file, see configs/")
     train_parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="override a key of the file")
     train_parser.add_argument("--dry-run", action="store_true", help="check and print the config and what it needs")
+    data_parser = commands.add_parser("data", help="a quality report on data; conversion", allow_abbrev=False)
+    data_report.add_arguments(data_parser)
+    reward_parser = commands.add_parser("reward", help="try a config's rewards without training", allow_abbrev=False)
+    reward_parser.add_argument("config", help="YAML file, see configs/")
+    reward_parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="override a key of the file")
+    source = reward_parser.add_mutually_exclusive_group()
+    source.add_argument("--samples", metavar="FILE", help="score a run's samples.jsonl, or rows with responses")
+    source.add_argument(
+        "--from-model", type=int, metavar="N", help="have model.path answer N prompts; default: those of a step"
+    )
     clean_parser = commands.add_parser("clean", help="remove what dead runs have left", allow_abbrev=False)
     clean_parser.add_argument("run_ids", nargs="*", metavar="RUN_ID", help="only these, see runs/NAME/env.json")
     clean_parser.add_argument("--ray-address", metavar="ADDRESS", help="of a Ray cluster to clean as well")
@@ -44,7 +55,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     unknown = [argument for argument in rest if argument.startswith("-")]
     if unknown:
         commands.choices[options.command].error(f"unknown option: {' '.join(unknown)}")
-    (options.overrides if options.command == "train" else options.run_ids).extend(rest)
+    (options.run_ids if options.command == "clean" else options.overrides).extend(rest)
     return options
 
 
@@ -62,11 +73,26 @@ def train(options: argparse.Namespace, command: list[str]) -> int:
     return 0
 
 
+def reward(options: argparse.Namespace) -> int:
+    if options.from_model is not None and options.from_model < 1:
+        raise ConfigError(f"--from-model {options.from_model}: wanted 1 or more prompts")
+    config = load(options.config, options.overrides)
+    if resolve_device(config) == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # as for training
+    from megarl import score_samples
+
+    score_samples.run(config, options.samples, options.from_model, print)
+    return 0
+
+
 def clean(options: argparse.Namespace) -> int:
     from megarl.cluster.clean import clean
 
     clean(options.run_ids, options.ray_address, options.dry_run, print)
     return 0
+
+
+COMMANDS = {"clean": clean, "data": data_report.run, "reward": reward}
 
 
 def fail(message: object, code: int) -> int:

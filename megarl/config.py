@@ -8,12 +8,15 @@ from pydantic import Field
 from megarl import config_file
 from megarl.config_algorithm import AlgorithmConfig
 from megarl.config_checks import check, violations
+from megarl.config_data import DataConfig, SourceConfig
 from megarl.config_describe import describe
 from megarl.config_errors import covers, validate
+from megarl.config_guards import GuardsConfig
+from megarl.config_rewards import RewardsConfig
 from megarl.config_section import Section
 from megarl.errors import ConfigError
 
-__all__ = ["Config", "check", "describe", "load"]
+__all__ = ["Config", "DataConfig", "SourceConfig", "check", "describe", "load"]
 
 
 class ToyConfig(Section):
@@ -32,24 +35,6 @@ class ModelConfig(Section):
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     transformer_impl: Literal["auto", "transformer_engine", "local"] = Field(
         "auto", description="layers of transformer-engine, or our own on torch; auto: the former where it imports"
-    )
-
-
-class DataConfig(Section):
-    train: str = Field(
-        description="JSONL file of prompts; with a response each for sft, with two for dpo, ipo and reward_model"
-    )
-    validation: str | None = Field(None, description="JSONL file of held-out rows of the same kind")
-    prompt_key: str = Field("prompt", description="column with the user's text, or with a list of messages")
-    answer_key: str | None = Field("answer", description="column with the reference answer; null: none")
-    response_key: str = Field("response", description="column with the text that sft and a warm start train on")
-    chosen_key: str = Field("chosen", description="column with the preferred of two responses")
-    rejected_key: str = Field("rejected", description="column with the other one")
-    system_prompt: str | None = None
-    max_prompt_tokens: int = Field(
-        1024,
-        ge=1,
-        description="templated length; longer prompts are dropped, with a count, and refused where they have responses",
     )
 
 
@@ -183,16 +168,36 @@ class TeacherConfig(ServersConfig):
     path: str = Field(description="Hugging Face folder")
 
 
+class RewardModelConfig(RoleConfig):
+    """A Megatron engine that scores for the reward `model`: an exported reward model, on GPUs of its own, as it is."""
+
+    path: str = Field(description="Hugging Face folder of a sequence classifier with one score")
+
+
+class RewardServerConfig(ServersConfig):
+    """The same served by SGLang, in model.dtype: bfloat16 leaves a score three digits, on the engine it has more."""
+
+    path: str = Field(description="Hugging Face folder of a sequence classifier with one score")
+
+
 class RolesConfig(Section):
     actor: RoleConfig = RoleConfig()
     critic: CriticConfig | None = Field(None, description="null: none")
     reference: ReferenceConfig = ReferenceConfig()
     teacher: TeacherConfig | None = Field(None, description="null: none")
+    reward_model: RewardModelConfig | None = Field(None, description="null: none")
+    reward_server: RewardServerConfig | None = Field(None, description="null: none")
 
     @property
     def megatron(self) -> dict[str, RoleConfig]:
         """The roles that are Megatron engines of their own."""
-        return {"actor": self.actor} | ({"critic": self.critic} if self.critic else {})
+        roles = {"actor": self.actor, "critic": self.critic, "reward_model": self.reward_model}
+        return {name: role for name, role in roles.items() if role is not None}
+
+    @property
+    def trained(self) -> dict[str, RoleConfig]:
+        """Those of them with an optimizer."""
+        return {name: role for name, role in self.megatron.items() if name != "reward_model"}
 
 
 class SamplingConfig(Section):
@@ -274,10 +279,12 @@ class Config(Section):
     data: DataConfig
     warm_start: WarmStartConfig = WarmStartConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    rewards: RewardsConfig = RewardsConfig()
     roles: RolesConfig = RolesConfig()
     rollout: RolloutConfig = RolloutConfig()
     sync: SyncConfig = SyncConfig()
     trainer: TrainerConfig = TrainerConfig()
+    guards: GuardsConfig = GuardsConfig()
     cluster: ClusterConfig = ClusterConfig()
     debug: DebugConfig = DebugConfig()
 
@@ -290,7 +297,12 @@ class Config(Section):
         """The groups of servers that the run starts, by section."""
         if self.algorithm.is_supervised:
             return {}
-        return {"rollout": self.rollout} | ({"roles.teacher": self.roles.teacher} if self.roles.teacher else {})
+        groups = {
+            "rollout": self.rollout,
+            "roles.teacher": self.roles.teacher,
+            "roles.reward_server": self.roles.reward_server,
+        }
+        return {section: group for section, group in groups.items() if group is not None}
 
     @property
     def aggregation_length(self) -> int:
@@ -308,7 +320,7 @@ class Config(Section):
         return self.algorithm.overlong.buffer_tokens or -(-self.rollout.sampling.max_new_tokens // 5)
 
     def model_of(self, role: str) -> ModelConfig:
-        """The model that `actor`, `critic` or `teacher` starts from."""
+        """The model that a role starts from."""
         path = getattr(getattr(self.roles, role), "path", None)
         return self.model.model_copy(update={"path": path}) if path else self.model
 

@@ -4,6 +4,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from megarl.config_rewards import Rewards
 from megarl.config_section import Section
 from megarl.presets import PAIRS, PRESETS, SUPERVISED, with_preset
 
@@ -67,9 +68,10 @@ class AlgorithmConfig(Section):
     group_size: int = Field(8, ge=1, description="responses per prompt")
     mini_batch_size: int | None = Field(None, ge=1, description="samples per optimizer step; null: all of a step")
     epochs: int = Field(1, ge=1, description="passes over a step's samples")
-    reward: str | dict[str, float] | None = Field(
-        "gsm8k",
-        description="a name in megarl.rewards.REWARDS, or several with their weights: {gsm8k: 1.0, completed: 0.1}",
+    reward: Rewards = Field(
+        {"gsm8k": {}},
+        description="a name in megarl.rewards.REWARDS, or pkg.module:function; or several by name, with their weights "
+        "or whole sections: {gsm8k: 1.0, short: {function: length, weight: 0.1, options: {high: 200}}}; null: none",
     )
 
     advantage: Literal[
@@ -152,9 +154,8 @@ class AlgorithmConfig(Section):
         return self.name in PAIRS
 
     @property
-    def reward_weights(self) -> dict[str, float] | None:
-        """By part; None where the reward is one number."""
-        return self.reward if isinstance(self.reward, dict) else None
+    def reward_weights(self) -> dict[str, float]:
+        return {name: part.weight for name, part in self.reward.items()}
 
     @property
     def preset(self) -> "AlgorithmConfig":

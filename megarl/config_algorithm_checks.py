@@ -37,7 +37,7 @@ def check_batch(config: "Config") -> Iterator[Violation]:
     keys = ("algorithm.mini_batch_size", "algorithm.prompts_per_step", "algorithm.group_size")
     if group % unit:
         return  # and no pairs, which another check says
-    ranks = max(role.data_parallel for role in config.roles.megatron.values())
+    ranks = max(role.data_parallel for role in config.roles.trained.values())
     if mini is not None and (samples % mini or mini % unit):
         valid = [unit * size for size in divisors(samples // unit) if size >= ranks]
         text = f"given {mini}, but algorithm.prompts_per_step * algorithm.group_size = {prompts} * {group} = {samples} "
@@ -49,7 +49,7 @@ def check_batch(config: "Config") -> Iterator[Violation]:
         yield Violation(text, keys)
         return
     words = "pairs" if algorithm.has_pairs else "samples"
-    for name, role in config.roles.megatron.items():
+    for name, role in config.roles.trained.items():
         if (taken := algorithm.samples_per_update // unit) < role.data_parallel:
             yield Violation(
                 f"an update has {taken} {words} (prompts_per_step {prompts}, group_size {group}, mini_batch_size "

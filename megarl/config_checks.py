@@ -3,7 +3,6 @@
 A check yields `Violation`s; a new check is a function and one line in CHECKS. None loads torch, ray or transformers.
 """
 
-import itertools
 import json
 import os
 import re
@@ -13,17 +12,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.config_algorithm_checks import check_algorithm
+from megarl.config_data_checks import DATA_CHECKS
+from megarl.config_guards import check_guards
 from megarl.config_role_checks import check_role, check_role_model, check_transformer_impl
 from megarl.config_violation import Violation, divisors, listed
 from megarl.engine.hf import FAMILIES
 from megarl.engine.hf.shape import ModelShape
 from megarl.errors import ConfigError
 from megarl.machine import resolve_device, sees_gpu, why_port_unusable
+from megarl.rollout.server import CLASSIFIERS
 from megarl.rollout.server_args import check_server_args
 
 if TYPE_CHECKING:
     from megarl.config import Config
 
+REWARD_ROLES = ("reward_model", "reward_server")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -63,7 +66,8 @@ def check_ray_address(config: "Config") -> Iterator[Violation]:
 def check_model(config: "Config") -> Iterator[Violation]:
     paths = {"actor": ("model.path", "toy.folder")}
     paths |= {"critic": ("roles.critic.path",)} if config.roles.critic and config.roles.critic.path else {}
-    paths |= {"teacher": ("roles.teacher.path",)} if config.roles.teacher else {}
+    for role in ("teacher", *REWARD_ROLES):
+        paths |= {role: (f"roles.{role}.path",)} if getattr(config.roles, role) else {}
     shapes: dict[str, ModelShape] = {}
     for name, keys in paths.items():
         path = config.model_of(name).path
@@ -73,16 +77,20 @@ def check_model(config: "Config") -> Iterator[Violation]:
             yield Violation(str(error), keys)
             continue
         yield from check_model_files(config, path, keys)
-        if name != "critic" and (name, config.algorithm.name) != ("actor", "reward_model"):
+        if name in REWARD_ROLES:
+            yield from check_classifier(shapes[name], keys, is_served=name == "reward_server")
+        elif name != "critic" and (name, config.algorithm.name) != ("actor", "reward_model"):
             yield from check_language_model(shapes[name], keys)
     model = shapes.get("actor")
     for name in config.roles.megatron:
         if shape := shapes.get(name, model if name not in paths else None):
             yield from check_role_model(config, name, shape)
     for section in config.servers:
-        if shape := shapes.get("actor" if section == "rollout" else "teacher"):
+        name = "actor" if section == "rollout" else section.removeprefix("roles.")
+        if shape := shapes.get(name):
             yield from check_server_heads(config, section, shape)
-            yield from check_context(config, section, shape)
+            if name not in REWARD_ROLES:  # they may have tokens of their own
+                yield from check_context(config, section, shape)
     if model and "critic" in shapes and shapes["critic"].vocab_size != model.vocab_size:
         text = f"has {shapes['critic'].vocab_size} tokens, but model.path has {model.vocab_size}: not the same tokens"
         yield Violation(text, ("roles.critic.path", "model.path"))
@@ -104,6 +112,20 @@ def check_language_model(shape: ModelShape, keys: tuple[str, ...]) -> Iterator[V
         text = f"config.json names {classifiers[0]}: its score head would be dropped; a language model is wanted here. "
         text += "Valid: a ...ForCausalLM, or this one as roles.critic.path or with algorithm.name: reward_model"
         yield Violation(text, (*keys, "algorithm.name"))
+
+
+def check_classifier(shape: ModelShape, keys: tuple[str, ...], is_served: bool) -> Iterator[Violation]:
+    architecture = listed(shape.hf.get("architectures") or ["no architecture"])
+    labels = len(shape.hf.get("id2label") or ()) or shape.hf.get("num_labels", 2)  # as transformers reads it
+    if not architecture.endswith("ForSequenceClassification"):
+        text = f"config.json names {architecture}, but a reward model is a sequence classifier with one score; "
+        yield Violation(f"{text}algorithm.name: reward_model trains one, tools/convert_ckpt.py --to-hf exports it", keys)
+    elif labels != 1:
+        text = f"config.json has {labels} labels (id2label, num_labels), but a reward model has one score; valid: 1"
+        yield Violation(text, keys)
+    elif is_served and architecture not in CLASSIFIERS:
+        text = f"config.json names {architecture}, and SGLang does not serve its scores; valid: {listed(CLASSIFIERS)}, "
+        yield Violation(f"{text}or this one as roles.reward_model.path", keys)
 
 
 def check_server_heads(config: "Config", section: str, shape: ModelShape) -> Iterator[Violation]:
@@ -131,37 +153,10 @@ def check_context(config: "Config", section: str, shape: ModelShape) -> Iterator
         )
 
 
-def check_data(config: "Config") -> Iterator[Violation]:
-    files = {
-        "data.train": config.data.train,
-        "data.validation": config.data.validation,
-        "warm_start.data": config.warm_start.data,
-    }
-    for key, file in files.items():
-        if file is not None and not is_toy_file(config, file) and not Path(file).is_file():
-            yield Violation(f"no such file: {file}", (key, "toy.folder"))
-
-
-def check_columns(config: "Config") -> Iterator[Violation]:
-    """A column of the data that two keys name would be read as two things."""
-    algorithm, data = config.algorithm, config.data
-    if algorithm.has_pairs:
-        read = ("prompt_key", "chosen_key", "rejected_key")
-    elif algorithm.name == "sft":
-        read = ("prompt_key", "response_key")
-    else:
-        read = ("prompt_key", "answer_key", *(["response_key"] if config.warm_start.data else []))
-    for first, second in itertools.combinations(read, 2):
-        # A warm start may train on the column that holds the reference answer, worked out.
-        if getattr(data, first) == getattr(data, second) and (first, second) != ("answer_key", "response_key"):
-            text = f"given {getattr(data, second)}, which data.{first} names already; valid: another column"
-            yield Violation(text, (f"data.{second}", f"data.{first}", "algorithm.name"))
-
-
 def check_optimizer(config: "Config") -> Iterator[Violation]:
     steps, alone = config.trainer.steps, config.algorithm.critic_warmup_steps
     sections = [
-        (f"roles.{name}", role.optimizer, "trainer.steps", steps) for name, role in config.roles.megatron.items()
+        (f"roles.{name}", role.optimizer, "trainer.steps", steps) for name, role in config.roles.trained.items()
     ]
     if config.roles.critic is not None and 0 < alone < steps:
         left = "trainer.steps - algorithm.critic_warmup_steps"
@@ -227,7 +222,7 @@ def check_placement(config: "Config") -> Iterator[Violation]:
     if config.placement == "disaggregated" or not config.servers:
         return
     actor, critic, rollout = config.roles.actor, config.roles.critic, config.rollout
-    for name, role in config.roles.megatron.items():
+    for name, role in config.roles.trained.items():
         if role.offload not in (None, "all"):
             text = f"given {role.offload}, but with placement: colocated the {name} leaves its GPUs to the servers"
             yield Violation(f"{text}; valid: all", (f"roles.{name}.offload", "placement", "algorithm.name"))
@@ -265,8 +260,7 @@ CHECKS = (
     check_device,
     check_ray_address,
     check_model,
-    check_data,
-    check_columns,
+    *DATA_CHECKS,
     check_roles,
     check_optimizer,
     check_sampling,
@@ -274,6 +268,7 @@ CHECKS = (
     check_placement,
     check_checksum,
     check_server_args_of_all,
+    check_guards,
     check_algorithm,
 )
 
@@ -315,10 +310,3 @@ def model_shape(config: "Config", path: str) -> ModelShape:
 
 def is_toy_model(config: "Config", path: str) -> bool:
     return config.toy is not None and Path(path) == Path(config.toy.folder) / "model"
-
-
-def is_toy_file(config: "Config", file: str) -> bool:
-    """Whether the run writes it with the toy before it reads it."""
-    from megarl.data.toy import FILES
-
-    return config.toy is not None and Path(file) in [Path(config.toy.folder) / name for name in FILES]

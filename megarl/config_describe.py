@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 import yaml
 
 from megarl.config_algorithm import AlgorithmConfig
+from megarl.config_rewards import RewardConfig
 from megarl.config_section import changed_keys
 from megarl.machine import resolve_device
 from megarl.presets import WITH_REFERENCE
@@ -35,9 +36,9 @@ def describe(config: "Config") -> str:
         what = "round" if algorithm.dynamic_sampling else "step "
         tokens = config.prompts_per_round * algorithm.group_size * sequence
         lines += [f"tokens per {what}    at most {tokens:,} ({sequence:,} per sample)"]
-    lines += ["", "role      layout            GPUs   CPUs"]
+    lines += ["", "role           layout            GPUs   CPUs"]
     rows = needs(config, int(device == "cuda"))
-    lines += [f"{name:9} {layout:16} {gpus:5} {cpus:6g}" for name, layout, gpus, cpus in rows]
+    lines += [f"{name:14} {layout:16} {gpus:5} {cpus:6g}" for name, layout, gpus, cpus in rows]
     text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
     return text + "\n".join(f"# {line}".rstrip() for line in lines) + "\n"
 
@@ -67,9 +68,8 @@ def active_parts(config: "Config") -> dict[str, str]:
         return parts | ({"reference": "the model it starts from"} if algorithm.name in WITH_REFERENCE else {})
     if (start := config.warm_start).data is not None:
         parts["warm start"] = f"{start.steps} steps of {start.batch_size} rows of {start.data}"
-    if algorithm.reward is not None:
-        weights = algorithm.reward_weights or {}
-        parts["reward"] = " + ".join(f"{weight:g} {name}" for name, weight in weights.items()) or algorithm.reward
+    if algorithm.reward:
+        parts["reward"] = " + ".join(_reward(name, part) for name, part in algorithm.reward.items())
         parts["reward"] += ", only logged" * (algorithm.advantage == "distillation")
     if config.debug.shuffle_rewards:
         parts["control"] = "rewards are shuffled: nothing must be learnt"
@@ -95,6 +95,9 @@ def active_parts(config: "Config") -> dict[str, str]:
         parts["critic"] = f"{clip}{alone}from {config.model_of('critic').path}"
     if config.roles.teacher is not None:
         parts["teacher"] = config.roles.teacher.path
+    for role in ("reward_model", "reward_server"):
+        if getattr(config.roles, role) is not None:
+            parts["reward model"] = config.model_of(role).path + ", by SGLang" * (role == "reward_server")
     if (reference := config.roles.reference).enabled:
         parts["reference"] = "the policy before RL"
         if reference.refresh_every:
@@ -119,6 +122,11 @@ def _supervised_loss(config: "Config") -> str:
         "ipo": f"ipo, beta {preference.beta:g}",
         "reward_model": "Bradley-Terry" + f", center {preference.center:g}" * (preference.center > 0),
     }[config.algorithm.name]
+
+
+def _reward(name: str, part: RewardConfig) -> str:
+    text = f"{part.weight:g} {name}" if part.weight != 1 else name
+    return text + f" ({part.normalize})" * (part.normalize != "none")
 
 
 def _overlong(config: "Config") -> str:

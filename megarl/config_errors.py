@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator
 from types import NoneType, UnionType
-from typing import Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
@@ -33,6 +33,7 @@ def validate(schema: type[BaseModel], document: Document) -> BaseModel:
             details = error.errors(include_url=False)
         for detail in details:
             key, field = find_field(schema, detail["loc"])
+            key = given_key(tree, key)
             missing = is_missing(detail, key)
             if missing and section_of(field.annotation):
                 set_value(tree, key, {})  # the next pass finds the keys that the section requires
@@ -45,7 +46,7 @@ def validate(schema: type[BaseModel], document: Document) -> BaseModel:
             else:
                 section, name = parent(tree, key)
                 section.pop(name, None)
-        document.doubtful |= reported
+        document.doubtful |= reported | {name for key in reported if (name := mapping_around(schema, key))}
 
 
 def explain(schema: type[BaseModel], document: Document, key: str, field: FieldInfo | None, detail: dict) -> str:
@@ -60,6 +61,9 @@ def explain(schema: type[BaseModel], document: Document, key: str, field: FieldI
     given = document.origins[key].given if key in document.origins else repr(value)
     given = "null" if value is None else f"{given} ({GIVEN_NAMES.get(type(value), type(value).__name__)})"
     words = allowed(field)
+    rest = detail["loc"][len(key.split(".")) :]
+    if rest and has_sections(field.annotation):  # where in the value no key of the schema leads to
+        words += f"; at {'.'.join(map(str, rest))}: {detail['msg']}"
     if isinstance(value, float) and not math.isfinite(value):
         words = words.replace("a number", "a finite number")
     if meant := nearest_choices(field, value):
@@ -80,7 +84,10 @@ def unknown_key(schema: type[BaseModel], document: Document, key: str, near: lis
         if in_file:  # the section is in the line already
             near = [name.rpartition(".")[2] if name.rpartition(".")[0] == section else name for name in near]
         return document.line(f"unknown key{given}; did you mean {' or '.join(near)}?", key)
-    names = [name.rpartition(".")[2] for name in known_keys(schema) if name.rpartition(".")[0] == section]
+    if mapping := mapping_around(schema, key):
+        names = list(named_section(field_at(schema, mapping).annotation).model_fields)
+    else:
+        names = [name.rpartition(".")[2] for name in known_keys(schema) if name.rpartition(".")[0] == section]
     of_section = f" of {section}" if section else ""
     return document.line(f"unknown key{given}; valid keys{of_section}: {', '.join(names)}", key)
 
@@ -88,6 +95,9 @@ def unknown_key(schema: type[BaseModel], document: Document, key: str, near: lis
 def nearest_keys(schema: type[BaseModel], key: str) -> list[str]:
     """Known keys that `key` may stand for: of its own section, else anywhere below it, else anywhere in the tree."""
     section, dot, name = key.rpartition(".")
+    if mapping := mapping_around(schema, key):
+        names = list(named_section(field_at(schema, mapping).annotation).model_fields)
+        return [f"{section}.{other}" for other in nearest(name, names)]
     known = list(known_keys(schema))
     below = [other for other in known if other.startswith(section + dot)]
     own = [other for other in below if other.rpartition(".")[0] == section]
@@ -125,23 +135,66 @@ def known_keys(schema: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 
 def find_field(schema: type[BaseModel], location: tuple) -> tuple[str, FieldInfo | None]:
-    """Pydantic's location -> the dotted key of the schema it is in, and its field; None for an unknown key."""
-    names, field = [], None
+    """Pydantic's location -> the dotted key of the schema it is in, and its field; None for an unknown key.
+
+    A name that stands for a section in a mapping of them has the mapping's field.
+    """
+    names, field, named = [], None, None
     for name in location:
-        if schema is None:  # inside a value: an item of a list
+        if schema is None and named is None:  # inside a value: an item of a list
             break
         names.append(str(name))
+        if named is not None:
+            schema, named = named, None
+            continue
         field = schema.model_fields.get(name)
-        schema = section_of(field.annotation) if field else None
+        schema, named = (section_of(field.annotation), named_section(field.annotation)) if field else (None, None)
     return ".".join(names), field
 
 
-def section_of(annotation) -> type[BaseModel] | None:
+def field_at(schema: type[BaseModel], key: str) -> FieldInfo | None:
+    return find_field(schema, tuple(key.split(".")))[1]
+
+
+def mapping_around(schema: type[BaseModel], key: str) -> str | None:
+    """The mapping of sections by name that a key is in; None where it is in none."""
+    names = key.split(".")
+    for depth in range(1, len(names)):
+        section = ".".join(names[:depth])
+        if (field := field_at(schema, section)) is not None and named_section(field.annotation):
+            return section
+    return None
+
+
+def given_key(tree: dict, key: str) -> str:
+    """The key, or where a value stands in the place of one of its sections, that section's: a short form of it."""
+    names = key.split(".")
+    for depth, name in enumerate(names[:-1], start=1):
+        tree = tree.get(name, {})
+        if not isinstance(tree, dict):
+            return ".".join(names[:depth])
+    return key
+
+
+def section_of(annotation: Any) -> type[BaseModel] | None:
     """The section that a field holds, optional or not; None for a plain value."""
-    for candidate in (annotation, *get_args(annotation)):
+    options = get_args(annotation) if get_origin(annotation) in (UnionType, Union) else [annotation]
+    for candidate in options:
         if isinstance(candidate, type) and issubclass(candidate, BaseModel):
             return candidate
     return None
+
+
+def has_sections(annotation: Any) -> bool:
+    """Whether a field holds sections in a list or by name."""
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel) or any(
+        has_sections(argument) for argument in get_args(annotation)
+    )
+
+
+def named_section(annotation: Any) -> type[BaseModel] | None:
+    """The section of which a field holds any number by name."""
+    return section_of(get_args(annotation)[1]) if get_origin(annotation) is dict else None
 
 
 def allowed(field: FieldInfo) -> str:
@@ -152,7 +205,7 @@ def allowed(field: FieldInfo) -> str:
         for name, sign in BOUNDS
         if (bound := getattr(constraint, name, None)) is not None
     ]
-    is_union = get_origin(field.annotation) is UnionType
+    is_union = get_origin(field.annotation) in (UnionType, Union)
     options = get_args(field.annotation) if is_union else [field.annotation]
     words = " or ".join(type_in_words(option) for option in options if option is not NoneType)
     optional = is_union and NoneType in get_args(field.annotation)
@@ -160,6 +213,8 @@ def allowed(field: FieldInfo) -> str:
 
 
 def type_in_words(annotation) -> str:
+    if get_origin(annotation) is Annotated:
+        annotation = get_args(annotation)[0]
     arguments = get_args(annotation)
     if get_origin(annotation) is Literal:
         return "one of " + ", ".join(str(choice) for choice in arguments)
@@ -167,10 +222,13 @@ def type_in_words(annotation) -> str:
         return f"a list of {len(arguments)} {TYPE_NAMES[arguments[0]].removeprefix('a ')}s"
     if get_origin(annotation) is list and get_origin(arguments[0]) is Literal:
         return "a list of " + ", ".join(get_args(arguments[0]))
+    if get_origin(annotation) is list and (section := section_of(arguments[0])):
+        return f"a file, {{{', '.join(section.model_fields)}}}, or a list of these"
     if get_origin(annotation) is list:
         return f"a list of {TYPE_NAMES[arguments[0]].removeprefix('a ')}s"
     if get_origin(annotation) is dict:
-        return "a mapping of names to finite numbers" if arguments[1] is float else "a mapping"
+        section = named_section(annotation)
+        return f"a name, or names with a number or {{{', '.join(section.model_fields)}}}" if section else "a mapping"
     return "a section of keys" if section_of(annotation) else TYPE_NAMES[annotation]
 
 

@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from megarl.config_reward_checks import IGNORES_REWARD, REWARD_CHECKS
 from megarl.config_unread import Unread, unread
-from megarl.config_violation import Violation, in_yaml, listed
+from megarl.config_violation import Violation, in_yaml
 from megarl.presets import GROUP_RELATIVE, PAIRS, PRESETS, USUAL_CLIPS
 
 if TYPE_CHECKING:
@@ -27,10 +28,6 @@ READ_BY: dict[str, tuple[str, tuple[str, ...]]] = {
     "preference": ("name", PAIRS),
 }
 KL_KEYS = ("kl_in", "kl_estimator", "kl_importance_weighted", "kl_target", "kl_horizon")
-IGNORES_REWARD = {  # advantages that do not read Sample.reward
-    "gdpo": "gdpo reads the parts of a reward, not their sum",
-    "distillation": "distillation learns from the teacher's log-probs alone",
-}
 
 
 def check_unread(config: "Config") -> Iterator[Violation]:
@@ -149,32 +146,6 @@ def check_reference(config: "Config") -> Iterator[Violation]:
         yield Violation(text, ("roles.reference.ema_decay", key))
 
 
-def check_reward(config: "Config") -> Iterator[Violation]:
-    from megarl.rewards import REWARDS
-
-    algorithm, reward = config.algorithm, config.algorithm.reward
-    keys, known = ("algorithm.reward", "algorithm.advantage"), listed(sorted(REWARDS))
-    for name in [reward] if isinstance(reward, str) else reward or {}:
-        if name not in REWARDS:
-            yield Violation(f"given {name!r}, valid: {known}", ("algorithm.reward",))
-    if isinstance(reward, dict) and not any(reward.values()):
-        text = f"given {in_yaml(reward)}: no reward has a weight; valid: names with weights, one of them not 0"
-        yield Violation(text, ("algorithm.reward",))
-    elif algorithm.advantage == "gdpo" and not isinstance(reward, dict):
-        text = f"given {in_yaml(reward)}, but gdpo wants rewards by name with their weights: "
-        yield Violation(text + "{gsm8k: 1.0, completed: 0.1}", keys)
-    elif reward is None and algorithm.advantage != "distillation":
-        text = f"given null, but algorithm.advantage: {algorithm.advantage} is made of rewards; valid: {known}"
-        yield Violation(text, keys)
-    elif reward is None and config.data.validation is not None:
-        text = "given, but algorithm.reward is null, and a validation scores the responses to the held-out prompts; "
-        text += f"valid: null, or algorithm.reward, which is then only logged: {known}"
-        yield Violation(text, ("data.validation", *keys))
-    if config.debug.shuffle_rewards and algorithm.advantage == "distillation":
-        text = f"given true, but {IGNORES_REWARD['distillation']}; valid: false"
-        yield Violation(text, ("debug.shuffle_rewards", "algorithm.advantage"))
-
-
 def check_shaping(config: "Config") -> Iterator[Violation]:
     """What changes the rewards or the advantages."""
     algorithm, overlong = config.algorithm, config.algorithm.overlong
@@ -280,7 +251,7 @@ RL_CHECKS = (
     check_off_policy,
     check_kl,
     check_reference,
-    check_reward,
+    *REWARD_CHECKS,
     check_shaping,
     check_dynamic_sampling,
     check_overlong,

@@ -21,7 +21,8 @@ def check_role(config: "Config", name: str) -> Iterator[Violation]:
     yield from check_interleaving(config, name)
     yield from check_sequence_parallel(config, name)
     yield from check_context_parallel(config, name)
-    yield from check_recompute(config, name)
+    if name in config.roles.trained:
+        yield from check_recompute(config, name)
 
 
 def check_role_model(config: "Config", name: str, shape: ModelShape) -> Iterator[Violation]:

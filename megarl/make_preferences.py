@@ -7,7 +7,8 @@ from pathlib import Path
 
 import yaml
 
-from megarl.data.dataset import raise_if_any, read_rows, short
+from megarl.data.row_errors import raise_if_any, short
+from megarl.data.sources import read_rows
 from megarl.errors import ConfigError
 from megarl.sample import Status
 
@@ -31,7 +32,7 @@ def write_pairs(
     or more; the first of equal ones. Groups whose responses were not all logged are left out: their best may be
     missing. So are truncated and aborted responses, as they have no end of turn and training on their text would
     append one, and blank ones. Rows: prompt (messages), chosen, rejected, chosen_reward, rejected_reward, step, and the
-    prompt's source if it is known: what the default keys of `data` read.
+    prompt's tools and source if it has them: what the default keys of `data` read.
 
     Raises ConfigError where `out` exists, where `run` has no config.yaml, where lines are wrong (all of them,
     file:line), or where there is no pair.
@@ -125,4 +126,4 @@ def pair_of(group: list[dict], group_size: int, margin: float, counts: Counter) 
         "rejected_reward": worst["reward"],
         "step": best["step"],
     }
-    return pair | ({"source": best["source"]} if best.get("source") is not None else {})
+    return pair | {key: best[key] for key in ("tools", "source") if best.get(key) is not None}

@@ -23,10 +23,12 @@ class Status(enum.Enum):
 class Prompt:
     """One row of a data set: all that generation and a reward need."""
 
-    messages: list[dict[str, str]]  # chat turns, the last one the user's
+    messages: list[dict[str, Any]]  # chat turns, the last one the user's or a tool's
     token_ids: list[int]  # the templated prompt, generation prompt included
     answer: str | None = None  # the reference answer, for a rule reward
     metadata: dict = field(default_factory=dict)  # the row's other columns, and its `source` (file:line)
+    tools: list[dict] | None = None  # JSON schemas that the chat template was given
+    source_index: int = 0  # place of its source among those of data.train, or of data.validation
 
 
 @dataclass

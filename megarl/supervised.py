@@ -10,7 +10,7 @@ from megarl.algorithms.preference_losses import PREFERENCE_LOSSES
 from megarl.cluster.cluster import Cluster
 from megarl.cluster.role import RoleGroup
 from megarl.config import Config
-from megarl.data.dataset import PromptStream
+from megarl.data.stream import PromptStream
 from megarl.errors import RunError
 from megarl.inputs import SupervisedInputs
 from megarl.interrupt import saving_on_interrupt
@@ -40,7 +40,8 @@ class SupervisedTrainer:
         self.console = console
         self.actor = actor
         self.skipped = skipped
-        self.rows = PromptStream(inputs.rows, config.seed)
+        self.tokenizer = inputs.tokenizer
+        self.rows = PromptStream(inputs.rows, config.seed, inputs.weights)
         self.validation = sum(inputs.validation, [])
         algorithm = config.algorithm
         self.name, self.pairs = algorithm.name, algorithm.has_pairs
@@ -137,6 +138,7 @@ class SupervisedTrainer:
     def save(self, name: str) -> None:
         folder = self.run.checkpoint(name)
         self.actor.save(str(folder.resolve()))
+        self.run.complete(folder, self.rows, self.tokenizer)
         self.console.line(f"checkpoint {folder}")
 
     def means(self, sums: dict[str, float], samples: list[Sample], num_updates: int) -> dict[str, float]:

@@ -17,12 +17,14 @@ from megarl.inputs import Inputs, SupervisedInputs
 from megarl.interrupt import saving_on_interrupt
 from megarl.machine import resolve_device
 from megarl.monitor.console import Console
-from megarl.monitor.metrics import agreement_metrics, policy_metrics
+from megarl.monitor.guards import Alarm, Guards
+from megarl.monitor.metrics import agreement_metrics, part_means, policy_metrics
 from megarl.monitor.run_directory import RunDirectory
 from megarl.monitor.skipped import SkippedUpdates, nonfinite_fields
 from megarl.monitor.timing import timed
 from megarl.prepare import prepare
-from megarl.rewards import score_by_name
+from megarl.rewards.scorer import Scorer
+from megarl.rewards.self_test import why_constant
 from megarl.rollout.fleet import Fleet
 from megarl.rollout.teacher import Teacher
 from megarl.sample import Sample
@@ -75,6 +77,7 @@ class Trainer:
         critic: RoleGroup | None,
         teacher: Teacher | None,
         fleet: Fleet,
+        scorer: Scorer,
         skipped: SkippedUpdates,
     ):
         self.config = config
@@ -85,8 +88,10 @@ class Trainer:
         self.critic = critic
         self.teacher = teacher
         self.fleet = fleet
+        self.scorer = scorer
         self.skipped = skipped
-        self.collector = Collector(config, inputs, fleet)
+        self.collector = Collector(config, inputs, fleet, scorer)
+        self.guards = Guards(config.guards)
         self.updater = Updater(config, actor, critic, console, skipped)
         algorithm = config.algorithm
         self.kl = KLController(algorithm.kl_coefficient, algorithm.kl_target, algorithm.kl_horizon)
@@ -104,6 +109,7 @@ class Trainer:
     ) -> "Trainer":
         """Start servers and roles, warm start included; what has to be closed goes to `stack`."""
         cluster.start_servers()  # they import for half a minute: all at the same time
+        scorer = stack.enter_context(Scorer(config.algorithm.reward, config.rewards, console.line, run.logs))
         ranks = [f"{role.world_size} {name} ranks" for name, role in config.roles.megatron.items()]
         servers = [f"{group.servers} {name.removeprefix('roles.')} servers" for name, group in config.servers.items()]
         console.line(f"starting {', '.join(ranks + servers)}")
@@ -130,7 +136,7 @@ class Trainer:
         teacher = stack.enter_context(Teacher(config, cluster)) if config.roles.teacher else None
         if teacher:
             teacher.connect()
-        return cls(config, inputs, run, console, actor, critic, teacher, fleet, skipped)
+        return cls(config, inputs, run, console, actor, critic, teacher, fleet, scorer, skipped)
 
     def run_all(self) -> None:
         steps = self.config.trainer.steps
@@ -140,8 +146,10 @@ class Trainer:
         for step in range(1, steps + 1):
             with saving_on_interrupt(self.config.trainer, step, self.console, self.interrupted):
                 metrics = self.step(step)
-                self.run.log_metrics(metrics)
+                alarms = self.guards.check(metrics)
+                self.run.log_metrics(metrics | {"guards/alarms": len(alarms)})
                 self.console.step(metrics, steps)
+                self.guard(alarms)
                 if step == 1:
                     self.console.memory(metrics)
                 if self.config.trainer.is_due(step, self.config.trainer.evaluate_every):
@@ -153,6 +161,8 @@ class Trainer:
         start = time.perf_counter()
         self.place("generate", times)
         samples, generated, metrics = self.collector.next(step, times)
+        if step == 1:
+            self.check_constant(generated)
         self.run.log_samples(step, generated[: self.config.trainer.num_logged_samples])
         memory = self.memory("generate")
         self.place("score", times)
@@ -278,17 +288,36 @@ class Trainer:
             with timed(times, "reference"):
                 self.actor.capture_reference(settings.ema_decay)
 
+    def check_constant(self, samples: list[Sample]) -> None:
+        """Say why rewards that are all equal teach nothing, where those of the first step are."""
+        why = why_constant(samples, self.config)
+        if why and self.config.rewards.on_constant == "stop":
+            raise RunError(f"rewards.on_constant: stop: {why}")
+        if why:
+            self.console.loud(why)
+
+    def guard(self, alarms: list[Alarm]) -> None:
+        for alarm in alarms:
+            if alarm.action == "stop":
+                raise RunError(alarm.text)
+            self.console.line(f"warning: {alarm.text}")
+
     def evaluate(self, step: int) -> None:
-        """Mean reward of greedy responses to the held-out prompts."""
-        reward = self.config.algorithm.reward
-        if not self.inputs.validation or reward is None:
+        """Mean reward of greedy responses to the held-out prompts; parts are summed up as they are."""
+        if not self.inputs.validation or not self.config.algorithm.reward:
             return
         self.place("generate", {})
         samples = self.fleet.generate(self.inputs.validation, 1, self.inputs.tokenizer, temperature=0.0)
-        score_by_name(samples, reward)
-        mean = sum(sample.reward for sample in samples) / len(samples)
-        self.run.log_metrics({"step": step, "validation/reward_mean": mean, "validation/num_prompts": len(samples)})
-        self.console.line(f"validation after step {step}: mean reward {mean:.3f} on {len(samples)} held-out prompts")
+        scored = self.scorer.score(samples, normalize=False)
+        if not scored.samples:
+            raise RunError(f"validation after step {step}: no sample has a reward (rewards.on_error)")
+        num_prompts = len(scored.samples)
+        mean = sum(sample.reward for sample in scored.samples) / num_prompts
+        metrics = {"step": step, "validation/reward_mean": mean, "validation/num_prompts": num_prompts}
+        metrics |= {f"validation/{name}": value for name, value in part_means(scored.samples).items()}
+        self.run.log_metrics(metrics | {"validation/reward_errors": len(scored.failures)})
+        self.guard(self.guards.check_validation(metrics))
+        self.console.line(f"validation after step {step}: mean reward {mean:.3f} on {num_prompts} held-out prompts")
 
     def save(self, name: str) -> None:
         """The actor's checkpoint, and in it the critic's."""
@@ -298,6 +327,7 @@ class Trainer:
         if self.critic:
             self.critic.place("score")
             self.critic.save(str((folder / "critic").resolve()))
+        self.run.complete(folder, self.collector.prompts, self.inputs.tokenizer)
         self.console.line(f"checkpoint {folder}")
 
     def interrupted(self, name: str) -> None:

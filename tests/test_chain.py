@@ -22,8 +22,13 @@ def test_reward_model_ppo_pairs_and_dpo_follow_one_another(tmp_path):
     run_tool("convert_ckpt.py", "--to-hf", "runs/quickstart_reward_model", "runs/reward_model_hf", folder=tmp_path)
 
     train("ppo", "trainer.steps=4", "algorithm.critic_warmup_steps=1", "data.validation=null", "warm_start.steps=200",
-          "algorithm.epochs=2", "roles.critic.path=runs/reward_model_hf")  # fmt: skip
+          "algorithm.epochs=2", "roles.critic={path: runs/reward_model_hf, cpus_per_rank: 0.25}",
+          "algorithm.reward={last_integer: 1.0, model: 0.1}",
+          "roles.reward_model={path: runs/reward_model_hf, cpus_per_rank: 0.25}")  # fmt: skip
     found = steps(runs / "quickstart_ppo")
+    for m in found:
+        parts = m["reward/last_integer_mean"] + 0.1 * m["reward/model_mean"]
+        assert abs(m["reward/model_mean"]) > 0.02 and abs(m["reward/mean"] - parts) < 1e-6
     assert abs(found[0]["critic/value_mean"]) > 0.02  # a fresh head says 0
     assert "grad_norm" not in found[0] and all(m["grad_norm"] > 0 for m in found[1:])
     assert all(m["critic/grad_norm"] > 0 and m["rollout/logprob_diff_mean"] < 1e-4 for m in found)

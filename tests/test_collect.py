@@ -1,6 +1,7 @@
 from types import SimpleNamespace
 
 import pytest
+from scoring import scorer
 
 from megarl.collect import Collector
 from megarl.config import Config
@@ -11,7 +12,7 @@ COMPLETED, TRUNCATED = Status.COMPLETED, Status.TRUNCATED
 EQUAL, UNEQUAL = (COMPLETED, COMPLETED), (COMPLETED, TRUNCATED)  # the reward is 1 for completed
 
 
-def collector(groups, **algorithm) -> Collector:
+def collector(groups, rewards=None, **algorithm) -> Collector:
     """One that gets the statuses of these groups, one after another, whatever it asks for; 3 groups of 2 to a step."""
     waiting = iter(groups)
     settings = {"prompts_per_step": 3, "group_size": 2, "reward": "completed", "dynamic_sampling": {}} | algorithm
@@ -29,7 +30,8 @@ def collector(groups, **algorithm) -> Collector:
 
     fleet = SimpleNamespace(generate=generate, version=0, calls=0)
     prompts = [Prompt([], [i], metadata={"number": i}) for i in range(1000)]
-    return Collector(config, SimpleNamespace(prompts=prompts, tokenizer=None), fleet)
+    inputs = SimpleNamespace(prompts=prompts, weights=None, tokenizer=None)
+    return Collector(config, inputs, fleet, rewards or scorer(settings["reward"]))
 
 
 def group_ids(samples: list[Sample]) -> list[int]:
@@ -94,6 +96,40 @@ def test_samples_of_another_policy_version_stop_the_run():
     made.fleet.version = 4
     with pytest.raises(RunError, match=r"policy versions \[\(4, 4\)\] where all should be of version 0"):
         made.next(1, {})
+
+
+FAILS = Status.ABORTED  # what the reward of this file cannot judge
+
+
+def odd_one_fails(sample):
+    assert sample.status is not FAILS, "an odd one"
+    return float(sample.status is COMPLETED)
+
+
+ODD = {"odd": {"function": "test_collect:odd_one_fails"}}
+
+
+def test_a_sample_whose_reward_failed_leaves_a_smaller_group():
+    rewards = scorer(ODD, on_error="drop_sample", max_error_ratio=0.5)
+    groups = [(FAILS, COMPLETED), UNEQUAL, (FAILS, FAILS)]
+    samples, generated, metrics = collector(groups, rewards, dynamic_sampling=None).next(1, {})
+    assert group_ids(samples) == [0, 1, 1] and [sample.index for sample in samples] == [0, 1, 2]
+    assert metrics["reward/errors"] == 3 and metrics["reward/mean"] == pytest.approx(2 / 3)
+
+
+def test_dynamic_sampling_replaces_what_failed():
+    rewards = scorer(ODD, on_error="drop_group", max_error_ratio=0.9)
+    groups = [(FAILS, COMPLETED), UNEQUAL, (FAILS, TRUNCATED)] + [UNEQUAL] * 3
+    samples, generated, metrics = collector(groups, rewards).next(1, {})
+    assert group_ids(samples) == [1, 1, 3, 3, 4, 4] and metrics["dynamic_sampling/rounds"] == 2
+    assert metrics["reward/errors"] == 2 and metrics["reward/dropped_samples"] == 4
+    assert metrics["dynamic_sampling/generated_groups"] == 4
+
+
+def test_a_round_of_failures_stops_the_run():
+    rewards = scorer(ODD, on_error="drop_group", max_error_ratio=0.9)
+    with pytest.raises(RunError, match="no sample of the round has a reward"):
+        collector([(FAILS, COMPLETED)] * 3, rewards, dynamic_sampling=None).next(1, {})
 
 
 def test_distillation_needs_no_reward():

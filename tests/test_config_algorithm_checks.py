@@ -149,12 +149,12 @@ REFUSED = {  # overrides -> what the one line says
     ("algorithm.name=cispo", "algorithm.policy_loss=gspo"):
         "it clips a sequence's mean ratio, of which 4 stops nothing",
     ("algorithm.reward=null",): "given null, but algorithm.advantage: grpo is made of rewards",
-    ("algorithm.reward={gsm8k: 1.0, lenght: 1.0}",): "given 'lenght', valid: completed, gsm8k, last_integer",
+    ("algorithm.reward={gsm8k: 1.0, lenght: 1.0}",): "given 'lenght', valid: code, completed, ",
     ("algorithm.reward={gsm8k: 0.0}",): "given {gsm8k: 0.0}: no reward has a weight; valid:",
-    ("algorithm.reward=3",): "allowed: a string or a mapping of names to finite numbers, or null",
-    ("algorithm.reward={gsm8k: .nan}",): "allowed: a string or a mapping of names to finite numbers, or null",
-    ("algorithm.name=gdpo",): "given gsm8k, but gdpo wants rewards by name with their weights: {gsm8k: 1.0,",
-    ("algorithm.name=distillation", "algorithm.advantage=gdpo"): "given null, but gdpo wants rewards by name",
+    ("algorithm.reward=3",): "given 3 (a whole number), allowed: a name, or names with a number or {function, weight,",
+    ("algorithm.reward={gsm8k: .nan}",): "algorithm.reward.gsm8k: given .nan (a number), allowed: a finite number",
+    ("algorithm.name=gdpo",): "given gsm8k, but gdpo wants several rewards by name with their weights: {gsm8k: 1.0,",
+    ("algorithm.name=distillation", "algorithm.advantage=gdpo"): "given null, but gdpo wants several rewards by name",
     (*GDPO, WHITEN): "gdpo reads the parts of a reward, not their sum; valid: false",
     (WHITEN,): "grpo divides by a standard deviation itself: it changes nothing",
     (WHITEN, KL): "grpo divides by a standard deviation itself: it changes nothing",
@@ -214,7 +214,7 @@ REFUSED = {  # overrides -> what the one line says
     (SFT, "roles.reference.refresh_every=2"): "algorithm.name: sft has no reference; valid: 0",
     (SFT, "algorithm.clip_low=0.1"):
         "given 0.1, but algorithm.name: sft learns from the rows of data.train alone; valid: 0.2",
-    (SFT, "algorithm.reward=gsm8k"): "given gsm8k, but algorithm.name: sft learns from the rows of data.train alone",
+    (SFT, "algorithm.reward=gsm8k"): "given {gsm8k: 1.0}, but algorithm.name: sft learns from the rows of data.train alone",
     (SFT, "algorithm.gae={gamma: 0.9}"): "algorithm.gae.gamma: given 0.9, but algorithm.name: sft learns from the rows",
     (SFT, "algorithm.kl_estimator=k1"): "given k1, but algorithm.name: sft learns from the rows of data.train alone",
     (DPO, "algorithm.whiten_rewards=true"):

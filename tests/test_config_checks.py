@@ -74,6 +74,19 @@ def test_data_files_must_exist(folder):
     assert [line.split(": ")[-1] for line in lines] == ["a.jsonl", "model", "c.jsonl"]
 
 
+def test_a_chat_template_that_looks_like_a_file_must_be_one(folder):
+    for template in ("templates/own", "own.jinja"):
+        assert only(refusal(f"data.chat_template={template}")).endswith(f"no such file: {template}")
+    Path("own.jinja").touch()
+    for template in ("own.jinja", "chatml", "tool_use"):
+        assert load("base.yaml", [f"data.chat_template={template}"]).data.chat_template == template
+
+
+def test_a_column_is_read_as_one_thing(folder):
+    assert "given prompt, which data.prompt_key names already" in only(refusal("data.tools_key=prompt"))
+    assert load("base.yaml", ["data.tools_key=null", "data.answer_key=null"]).data.tools_key is None
+
+
 def test_toy_files_need_not_exist_yet_but_must_be_ones_that_the_toy_writes(folder):
     toy = ["toy={}", "model.path=./runs/toy/model", "data.max_prompt_tokens=64", "rollout.sampling.max_new_tokens=16"]
     load("base.yaml", [*toy, "data.train=runs/toy/train.jsonl", "warm_start.data=runs/toy/warm_start.jsonl"])

@@ -3,6 +3,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from scoring import scorer
 
 from megarl.config import Config
 from megarl.errors import RunError
@@ -70,8 +71,9 @@ def test_logprobs_that_are_not_finite_skip_the_step_and_its_line_is_still_writte
     trainer.skipped = SimpleNamespace(add=lambda when, samples, why: added.append(why), count=1)
     trainer.fleet = SimpleNamespace(generate=generate, push=lambda version: {"sync/canary_diff": 0.0}, restarts=0)
     trainer.run = SimpleNamespace(log_samples=lambda step, samples: None)
-    inputs = SimpleNamespace(prompts=[Prompt([], [1])], tokenizer=None)
-    trainer.collector = Collector(trainer.config, inputs, trainer.fleet)
+    inputs = SimpleNamespace(prompts=[Prompt([], [1])], weights=None, tokenizer=None)
+    trainer.collector = Collector(trainer.config, inputs, trainer.fleet, scorer(settings["algorithm"]["reward"]))
+    trainer.console = SimpleNamespace(loud=lambda text: None)
     metrics = trainer.step(1)
     assert added == ["4 log-probs or values of its samples are not finite"] and metrics["skipped_updates"] == 1
     json.dumps(metrics, allow_nan=False)

@@ -1,11 +1,14 @@
 """What one iteration asks of whom, in which order, and with what: roles and servers only write it down here."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
+from scoring import scorer
 
 from megarl.config import Config
+from megarl.errors import RunError
 from megarl.sample import Prompt, Sample, Status
 from megarl.trainer import Trainer
 
@@ -34,7 +37,7 @@ def per_token(value):
     return lambda samples, *_, **__: [(value * s.loss_mask.float(), 0.5 * s.loss_mask.float()) for s in samples]
 
 
-def make(log, roles=None, statuses=(Status.COMPLETED, Status.TRUNCATED) * 2, values=0.25, **algorithm):
+def make(log, roles=None, statuses=(Status.COMPLETED, Status.TRUNCATED) * 2, values=0.25, sections=None, **algorithm):
     """A trainer of 2 prompts x 2 samples of two tokens; completed ones have reward 1, others 0."""
     settings = {"prompts_per_step": 2, "group_size": 2, "reward": "completed"} | algorithm
     roles = (roles or {}) | ({"critic": {}} if algorithm.get("name") == "ppo" else {})
@@ -48,6 +51,7 @@ def make(log, roles=None, statuses=(Status.COMPLETED, Status.TRUNCATED) * 2, val
             "roles": roles,
             "rollout": {"sampling": {"max_new_tokens": 2, "temperature": 0.7}},
         }
+        | (sections or {})
     )
 
     def generate(prompts, group_size, tokenizer):
@@ -82,10 +86,10 @@ def make(log, roles=None, statuses=(Status.COMPLETED, Status.TRUNCATED) * 2, val
 
     run = SimpleNamespace(log_samples=log.note("log_samples", log_samples))
     skipped = SimpleNamespace(add=log.note("skip"), count=0)
-    inputs = SimpleNamespace(prompts=[Prompt([], [1], metadata={"number": i}) for i in range(100)], tokenizer=None)
-    console = SimpleNamespace(line=log.note("line"))
+    inputs = SimpleNamespace(prompts=[Prompt([], [1], metadata={"number": i}) for i in range(100)], tokenizer=None, weights=None)
+    console = SimpleNamespace(line=log.note("line"), loud=log.note("loud"))
     critic = critic if config.roles.critic else None
-    trainer = Trainer(config, inputs, run, console, actor, critic, None, fleet, skipped)
+    trainer = Trainer(config, inputs, run, console, actor, critic, None, fleet, scorer(settings["reward"]), skipped)
     trainer.version, trainer.logged = 0, []
     return trainer
 
@@ -143,7 +147,7 @@ def test_old_logprobs_are_the_trainers_or_the_servers():
 
 def test_groups_kept_from_the_last_step_keep_the_log_probs_of_the_policy_that_sampled_them():
     trainer = make(log := Log(), dynamic_sampling={}, prompts_per_step=2)
-    (kept,) = [trainer.collector._round(2, 1, {})[:2]]
+    kept = trainer.collector._round(2, 1, {})[0][:2]
     for sample in kept:
         sample.rollout_logprobs = -3.0 * sample.loss_mask.float()  # far from what the present policy says
     trainer.collector.kept, trainer.version = [kept], 1
@@ -155,7 +159,7 @@ def test_groups_kept_from_the_last_step_keep_the_log_probs_of_the_policy_that_sa
 def test_a_step_of_kept_groups_alone_has_nothing_to_compare():
     equal = (Status.COMPLETED,) * 4
     trainer = make(log := Log(), statuses=equal, dynamic_sampling={"max_rounds": 1})
-    kept = trainer.collector._round(2, 1, {})[:2]
+    kept = trainer.collector._round(2, 1, {})[0][:2]
     kept[0].reward = 0.0
     trainer.collector.kept, trainer.version = [kept], 1
     metrics = trainer.step(2)
@@ -191,3 +195,52 @@ def test_samples_that_are_too_long_are_out_of_the_loss_and_in_the_statistics():
     complete, cut = trained_samples(log)[:2]
     assert not cut.loss_mask.any() and not cut.advantages.any() and metrics["overlong/filtered_ratio"] == 0.5
     assert torch.allclose(complete.advantages[1:], torch.tensor(0.5**0.5))
+
+
+EQUAL = (Status.TRUNCATED,) * 4
+
+
+def test_equal_rewards_in_the_first_step_say_loudly_why_nothing_can_be_learnt():
+    trainer = make(log := Log(), statuses=EQUAL)
+    trainer.step(1)
+    ((text,), _), = log.of("loud")
+    assert text.startswith("all 4 rewards are 0: ") and "4 of 4 responses are truncated" in text and "warm start" in text
+    trainer.version = 1
+    trainer.step(2)
+    assert log.names().count("loud") == 1
+    make(log := Log()).step(1)
+    assert "loud" not in log.names()
+
+
+def test_groups_of_equal_rewards_that_differ_between_them_teach_a_group_relative_advantage_nothing():
+    statuses = (Status.TRUNCATED,) * 2 + (Status.COMPLETED,) * 2
+    make(log := Log(), statuses=statuses).step(1)
+    assert "within each of the 2 groups are equal, and grpo compares them there" in log.of("loud")[0][0][0]
+    make(log := Log(), statuses=statuses, name="reinforce_plus_plus").step(1)
+    assert "loud" not in log.names()
+
+
+def test_equal_rewards_in_the_first_step_stop_the_run_if_that_is_wanted():
+    trainer = make(log := Log(), statuses=EQUAL, sections={"rewards": {"on_constant": "stop"}})
+    with pytest.raises(RunError, match="rewards.on_constant: stop: all 4 rewards are 0: "):
+        trainer.step(1)
+    assert "train actor" not in log.names()
+
+
+def test_a_guard_warns_or_stops_the_run():
+    for action in ("warn", "stop"):
+        sections = {"guards": {"truncated": {"action": action, "patience": 2}}}
+        trainer = make(log := Log(), statuses=EQUAL, sections=sections)
+        trainer.run.log_metrics, trainer.console.begin = log.note("metrics"), log.note("begin")
+        trainer.console.step, trainer.console.memory = log.note("console"), log.note("memory")
+        trainer.fleet.push = log.note("push", lambda version: setattr(trainer, "version", version) or {})
+        trainer.evaluate = trainer.save = log.note("later")
+        with pytest.raises(RunError) if action == "stop" else nullcontext() as error:
+            trainer.run_all()
+        warnings = [text for (text,), _ in log.of("line") if "guards.truncated" in text]
+        steps = [metrics for (metrics,), _ in log.of("metrics")]
+        assert steps[0]["guards/alarms"] == 0 and steps[1]["guards/alarms"] == 1
+        if action == "stop":
+            assert "guards.truncated" in str(error.value) and len(steps) == 2 and not warnings
+        else:
+            assert len(warnings) == 1 and len(steps) == 9

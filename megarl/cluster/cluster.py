@@ -69,8 +69,8 @@ class Cluster:
                 raise RunError("\n".join([str(error), *deaths])) from error
 
     def start_servers(self) -> None:
-        """Start the servers of all sections and return at once; `wait_servers` and `wait_teachers` wait for them,
-        `check_servers` does not."""
+        """Start the servers of all sections and return at once; `wait_servers`, `wait_teachers` and
+        `wait_reward_servers` wait for them, `check_servers` does not."""
         for section, servers in self.config.servers.items():
             for index in range(servers.servers):
                 self._servers[f"{placement.SERVERS[section]} {index}"] = self._server(section, index)
@@ -78,7 +78,7 @@ class Cluster:
 
     def _server(self, section: str, index: int) -> ray.actor.ActorHandle:
         kind, servers = placement.SERVERS[section], self.config.servers[section]
-        model = self._model("actor" if section == "rollout" else "teacher")
+        model = self._model("actor" if section == "rollout" else section.removeprefix("roles."))
         first_rank, shared_gpus = index * servers.tensor_parallel, None
         if section == "rollout" and self._colocated:  # the rank has the bundle's GPU, and both use it
             group, bundle, gpus = self._role_groups("actor")[0], first_rank, 0
@@ -104,6 +104,7 @@ class Cluster:
             shared_gpus=shared_gpus,
             first_gpu=first_rank,
             section=section,
+            is_classifier=kind == placement.REWARD_SERVER,
         )
 
     def wait_servers(self) -> list[str]:
@@ -113,6 +114,10 @@ class Cluster:
     def wait_teachers(self) -> list[str]:
         """The same of the teacher's servers."""
         return self._wait_ready(placement.TEACHER, self.config.roles.teacher.start_timeout_s)
+
+    def wait_reward_servers(self) -> list[str]:
+        """The same of those of the reward `model`."""
+        return self._wait_ready(placement.REWARD_SERVER, self.config.roles.reward_server.start_timeout_s)
 
     def _wait_ready(self, kind: str, start_timeout_s: float) -> list[str]:
         ready = {name: url for name, url in self._ready.items() if name.startswith(kind)}
@@ -166,23 +171,24 @@ class Cluster:
             ray.kill(server)
 
     def start_role(self, name: str, head: Literal["lm", "value"] | None = None) -> RoleGroup:
-        """All ranks of `actor` or `critic` with the model loaded.
+        """All ranks of `actor`, `critic` or `reward_model` with the model loaded.
 
-        `head`: None is a critic's value head and an actor's logits. An actor with a value head is a reward model: its
-        loss sees differences of values only, so the head has no bias.
+        `head`: None is an actor's logits, and the others' value head. An actor with a value head is a reward model in
+        training: its loss sees differences of values only, so the head has no bias.
         """
-        role = self.config.roles.megatron[name]
-        if self._colocated:
+        role, is_trained = self.config.roles.megatron[name], name in self.config.roles.trained
+        if self._colocated and is_trained:
             role = role.model_copy(update={"offload": "all"})
-        head = head or ("value" if name == "critic" else "lm")
+        head = head or ("lm" if name == "actor" else "value")
         if head == "value" and not isinstance(role, CriticConfig):
-            role = CriticConfig(**dict(role), value_head_bias=False)
+            role = CriticConfig(**dict(role), value_head_bias=name == "reward_model")
         group = self._ranks(name)
-        group.start(self._model(name), role, head, self.config.seed, self.config.cluster.start_timeout_s)
+        start_timeout_s = self.config.cluster.start_timeout_s
+        group.start(self._model(name), role, head, is_trained, self.config.seed, start_timeout_s)
         return group
 
     def _model(self, role: str) -> ModelConfig:
-        """What `actor`, `critic` or `teacher` starts from, for a process with another working directory."""
+        """What a role starts from, for a process with another working directory."""
         model = self.config.model_of(role)
         return model.model_copy(update={"path": str(Path(model.path).resolve())})
 

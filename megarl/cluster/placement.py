@@ -12,8 +12,8 @@ from megarl.cluster.clean import remove_dead_groups
 from megarl.config import Config
 from megarl.errors import RunError
 
-SERVER, TEACHER = "rollout server", "teacher server"
-SERVERS = {"rollout": SERVER, "roles.teacher": TEACHER}  # by section of the config
+SERVER, TEACHER, REWARD_SERVER = "rollout server", "teacher server", "reward server"
+SERVERS = {"rollout": SERVER, "roles.teacher": TEACHER, "roles.reward_server": REWARD_SERVER}  # by section of the config
 PROGRESS_S = 5.0  # between lines while the cluster is full
 POLL_S = 0.5
 RESERVE_S = 10.0  # for Ray to make groups where there is room

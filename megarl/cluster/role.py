@@ -38,11 +38,13 @@ class RoleGroup:
         """The GPU of each rank, as its CUDA_VISIBLE_DEVICES names it; may be called before `start`."""
         return wait_all(self._refs("visible_gpu"), f"starting the {self.name}", timeout_s, START_KEY)
 
-    def start(self, model: ModelConfig, role: RoleConfig, head: str, seed: int, timeout_s: float) -> None:
+    def start(
+        self, model: ModelConfig, role: RoleConfig, head: str, trainable: bool, seed: int, timeout_s: float
+    ) -> None:
         """Load the model on all ranks; returns when every rank is ready."""
         first = {f"{self.name} rank 0": self.handles[0].address.remote()}
         (address, port), = wait_all(first, f"starting the {self.name}", timeout_s, START_KEY)
-        arguments = (len(self.handles), address, port, model, role, head, seed, self.call_timeout_s)
+        arguments = (len(self.handles), address, port, model, role, head, trainable, seed, self.call_timeout_s)
         self.places = wait_all(self._refs("start", *arguments), "loading the model", timeout_s, START_KEY)
 
     @property
@@ -135,7 +137,7 @@ class RoleGroup:
         return wait
 
     def values(self, samples: list[Sample]) -> list[torch.Tensor]:
-        """The critic's values of each sample, [L] float32."""
+        """The values of each sample, [L] float32, of a role with a value head."""
         return self.start_values(samples)()
 
     def start_values(self, samples: list[Sample]) -> Callable[[], list[torch.Tensor]]:

@@ -49,6 +49,7 @@ class EngineWorker:
         model,
         role,
         head: str,
+        trainable: bool,
         seed: int,
         collective_timeout_s: float,
     ) -> dict:
@@ -59,7 +60,7 @@ class EngineWorker:
 
         parallel.initialize(self.rank, world_size, master_address, master_port, role, seed, collective_timeout_s)
         self.model_path = model.path
-        self.engine = Engine(model, role, head)
+        self.engine = Engine(model, role, head, trainable)
         gc.collect()
         gc.freeze()  # a full collection would walk all imported modules while the GPU waits
         return {

@@ -1,1 +1,1 @@
-"""Data: JSONL rows to prompts, the chat template, and the toy task."""
+"""Data: rows to prompts, their order, the chat template, and the toy task."""

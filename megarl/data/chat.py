@@ -2,9 +2,10 @@
 
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megarl.config_checks import TOKENIZER_FILES
+from megarl.data.row_errors import short
 from megarl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -12,11 +13,35 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def load_tokenizer(model_path: str | Path) -> "PreTrainedTokenizerBase":
-    """The tokenizer of a local Hugging Face folder; never the network.
+CHATML = Path(__file__).with_name("chat_templates") / "chatml.jinja"
+CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
+PROBES = ("Which number follows 7391?", "Name the colour of snow.")  # any template shows a user's plain text as it is
+NUM_SHOWN_CHARACTERS = 400  # of a rendered conversation
+
+
+def load_tokenizer(model_path: str | Path, chat_template: str | None = None) -> "PreTrainedTokenizerBase":
+    """The tokenizer of a local Hugging Face folder with the chat template of `resolve_template`; never the network.
+
+    Raises ConfigError where the folder, its tokenizer, its chat template or its end-of-turn token is missing, and for a
+    template that does not show what a user says, or gives more than one BOS.
+    """
+    tokenizer = read_tokenizer(model_path)
+    tokenizer.chat_template = resolve_template(tokenizer, chat_template)
+    try:
+        check_template(tokenizer)
+    except ConfigError as error:
+        key = "model.path" if chat_template is None else f"data.chat_template: {chat_template}"
+        raise ConfigError(f"{key}: {error}") from error
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(f"model.path: the tokenizer in {model_path} has no eos_token, so no response could end")
+    return tokenizer
+
+
+def read_tokenizer(model_path: str | Path) -> "PreTrainedTokenizerBase":
+    """The tokenizer as it is, with or without a chat template.
 
     A tokenizer.json is taken as it is; a tokenizer.model (sentencepiece) without one is brought to the same form.
-    Raises ConfigError where the folder, its tokenizer, its chat template or its end-of-turn token is missing.
+    Raises ConfigError where the folder or its tokenizer is missing or broken.
     """
     folder = Path(model_path)
     if not folder.is_dir():
@@ -24,13 +49,9 @@ def load_tokenizer(model_path: str | Path) -> "PreTrainedTokenizerBase":
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise ConfigError(f"model.path: no tokenizer in {folder}: {' or '.join(TOKENIZER_FILES)}")
     try:
-        tokenizer = _load(folder)
+        return _load(folder)
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(f"model.path: the tokenizer in {folder} cannot be loaded: {error}") from error
-    check_chat_template(tokenizer)
-    if tokenizer.eos_token_id is None:
-        raise ConfigError(f"model.path: the tokenizer in {folder} has no eos_token, so no response could end")
-    return tokenizer
 
 
 def _load(folder: Path) -> "PreTrainedTokenizerBase":
@@ -80,27 +101,90 @@ def convert_sentencepiece(file: Path) -> "Tokenizer":
     return tokenizer
 
 
-def check_chat_template(tokenizer: "PreTrainedTokenizerBase") -> None:
-    """Raise ConfigError for a tokenizer without chat template: a prompt is never put together by guess."""
-    if not tokenizer.chat_template:
+def resolve_template(tokenizer: "PreTrainedTokenizerBase", chat_template: str | None) -> str | dict[str, str]:
+    """The template of a file, or one of the tokenizer's by its name, or `chatml`; None: the tokenizer's own, or all of
+    them by name. Raises ConfigError where there is no such one, and for chatml where its tokens are not special."""
+    own = tokenizer.chat_template
+    if chat_template is None:
+        if own:
+            return own
         raise ConfigError(
-            f"model.path: the tokenizer in {tokenizer.name_or_path} has no chat template "
-            "(chat_template in tokenizer_config.json, or chat_template.jinja)"
+            f"model.path: the tokenizer in {tokenizer.name_or_path} has no chat template; data.chat_template gives it "
+            "one: a file, or chatml"
         )
+    if Path(chat_template).is_file():
+        try:
+            return Path(chat_template).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"data.chat_template: {chat_template}: {error}") from error
+    if isinstance(own, dict) and chat_template in own:
+        return own[chat_template]
+    if chat_template != "chatml":
+        names = ", ".join([*(own if isinstance(own, dict) else []), "chatml"])
+        raise ConfigError(f"data.chat_template: given {chat_template}, which is no file; valid names: {names}")
+    vocabulary = tokenizer.get_vocab()
+    for token in CHATML_TOKENS:
+        if tokenizer.encode(token, add_special_tokens=False) != [vocabulary.get(token)]:
+            where = f"the vocabulary of the tokenizer in {tokenizer.name_or_path}"
+            raise ConfigError(f"data.chat_template: given chatml, but {token} is no token in {where}")
+    return CHATML.read_text(encoding="utf-8")
 
 
-def render(tokenizer: "PreTrainedTokenizerBase", messages: list[dict[str, str]]) -> list[int]:
-    """Token ids of a conversation with the generation prompt.
+def check_template(tokenizer: "PreTrainedTokenizerBase") -> None:
+    """Raise ConfigError, with the rendered text, for a template that no conversation can be trusted to."""
+    for probe in PROBES:
+        text = render_text(tokenizer, [{"role": "user", "content": probe}])
+        if probe not in text:
+            raise ConfigError(f"the chat template does not show the user's text {probe!r}; {_rendered(text)}")
+        _encode(tokenizer, text)
 
-    The template alone decides about BOS: the tokenizer adds no special tokens of its own here, so a template that
-    begins with bos_token gives exactly one, and a template without it gives none, even with add_bos_token. Raises
-    ConfigError without a template, or where the template refuses the messages (roles that do not alternate, say).
+
+def render(
+    tokenizer: "PreTrainedTokenizerBase", messages: list[dict[str, Any]], tools: list[dict] | None = None
+) -> list[int]:
+    """Token ids of a conversation with the generation prompt, with exactly one BOS at the start where the template has
+    one, or where the tokenizer puts one before every text (add_bos_token); else with none.
+
+    Raises ConfigError where the template refuses the messages (roles that do not alternate, say), gives two BOS or
+    leaves out the tools, and where a text contains the BOS token.
     """
+    text = render_text(tokenizer, messages, tools)
+    if tools and text == render_text(tokenizer, messages):
+        raise ConfigError(f"the chat template leaves out the tools; data.tools_key: null reads none; {_rendered(text)}")
+    bos = tokenizer.bos_token
+    for message in messages:
+        if bos and bos in message["content"]:
+            raise ConfigError(f"the {message['role']} text contains {bos}, the tokenizer's BOS: remove it")
+    return _encode(tokenizer, text)
+
+
+def render_text(
+    tokenizer: "PreTrainedTokenizerBase", messages: list[dict[str, Any]], tools: list[dict] | None = None
+) -> str:
     import jinja2
 
-    check_chat_template(tokenizer)
+    if not tokenizer.chat_template:
+        raise ConfigError(f"the tokenizer in {tokenizer.name_or_path} has no chat template")
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=True, add_generation_prompt=True, return_dict=False)
-    except jinja2.TemplateError as error:
+        return tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
+    except jinja2.TemplateSyntaxError as error:
+        raise ConfigError(f"line {error.lineno} of the chat template: {error.message}") from error
+    except Exception as error:  # a template is a program, which may fail in every way
         roles = [message["role"] for message in messages]
         raise ConfigError(f"the chat template refuses messages with roles {roles}: {error}") from error
+
+
+def _encode(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
+    token_ids, bos = tokenizer.encode(text, add_special_tokens=False), tokenizer.bos_token_id
+    if bos is None:
+        return token_ids
+    has_bos = token_ids[:1] == [bos]
+    if token_ids[:2] == [bos, bos] or (not has_bos and text.lstrip().startswith(tokenizer.bos_token)):
+        wanted = f"gives one {tokenizer.bos_token} at the very start, or none"
+        raise ConfigError(f"a chat template {wanted}; {_rendered(text)}")
+    adds_bos = tokenizer.encode("a")[:1] == [bos]
+    return [bos, *token_ids] if adds_bos and not has_bos else token_ids
+
+
+def _rendered(text: str) -> str:
+    return f"rendered: {short(text, NUM_SHOWN_CHARACTERS)}"

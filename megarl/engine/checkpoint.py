@@ -7,6 +7,7 @@ that it can be exported where the model's folder is gone.
 import json
 import os
 import queue
+import re
 import shutil
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from megarl.engine.engine import Engine
 
 HF_FOLDER = "hf"
 # transformer-engine's, empty but for FP8: without it both layer implementations read a checkpoint
-EXTRA_STATE = "_extra_state"
+EXTRA_STATE = re.compile(r".*_extra_state\d*")  # a number where one module holds several experts
 SMALL_FILES = ("*.json", "*.model", "*.jinja", "*.txt")  # of an HF folder: all but weights
 
 
@@ -56,7 +57,7 @@ def load(engine: Engine, folder: str | Path) -> None:
     state = dist_checkpointing.load(_state(engine), str(folder))
     for name, chunk in zip(_chunk_names(engine), engine.chunks):
         missing, unexpected = chunk.load_state_dict(state[name], strict=False)
-        missing = [key for key in missing if not key.endswith(EXTRA_STATE)]
+        missing = [key for key in missing if not EXTRA_STATE.fullmatch(key)]
         assert not missing and not unexpected, f"{folder} lacks {missing} and has {unexpected} besides"
 
 
@@ -73,7 +74,7 @@ def _state(engine: Engine) -> dict:
     states = {}
     for name, chunk in zip(_chunk_names(engine), engine.chunks):
         state = chunk.sharded_state_dict(metadata=metadata)
-        states[name] = {key: value for key, value in state.items() if not key.endswith(EXTRA_STATE)}
+        states[name] = {key: value for key, value in state.items() if not EXTRA_STATE.fullmatch(key)}
     return states
 
 

@@ -1,7 +1,9 @@
 """The console: a line per step, and a progress bar below the lines where the output is a terminal."""
 
 from rich.console import Console as RichConsole
+from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.text import Text
 
 SHOWN = (
     ("reward/mean", "reward", ".3f"),
@@ -37,6 +39,10 @@ class Console:
 
     def line(self, text: str) -> None:
         self._progress.console.print(text, markup=False)
+
+    def loud(self, text: str) -> None:
+        """A warning that nobody should miss."""
+        self._progress.console.print(Panel(Text(text), title="warning", border_style="bold red"))
 
     def live_paths(self, paths: dict[str, str]) -> None:
         """Which implementations a role uses: `RoleGroup.live_paths`."""

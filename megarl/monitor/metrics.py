@@ -6,27 +6,56 @@ from megarl.algorithms.kl import k3
 from megarl.sample import Sample, Status
 
 
-def sample_metrics(samples: list[Sample], group_size: int) -> dict[str, float]:
-    """response/*, and where they have a reward reward/* and group/*, of samples in group order."""
+def sample_metrics(samples: list[Sample]) -> dict[str, float]:
+    """response/*, and where they have a reward reward/* and group/*. Groups go by `group_id`, whatever their sizes.
+
+    A duplicate has the tokens of an earlier response of its group; a failed one has less than the best of all rewards.
+    """
+    copies = duplicates(samples)
+    has_groups = len({sample.group_id for sample in samples}) < len(samples)
     metrics = {
         "response/length_mean": sum(sample.response_length for sample in samples) / len(samples),
         "response/truncated_ratio": sum(sample.status is Status.TRUNCATED for sample in samples) / len(samples),
     }
+    if has_groups:
+        metrics["response/duplicate_ratio"] = len(copies) / len(samples)
     if samples[0].reward is None:
         return metrics
-    rewards_PG = torch.tensor([sample.reward for sample in samples], dtype=torch.float64).view(-1, group_size)
-    parts = {
-        f"reward/{name}_mean": sum(sample.reward_parts[name] for sample in samples) / len(samples)
-        for name in samples[0].reward_parts
-    }
-    metrics |= parts | {"reward/mean": rewards_PG.mean().item(), "reward/std": rewards_PG.std(unbiased=False).item()}
-    if group_size == 1:
+    rewards_B = torch.tensor([sample.reward for sample in samples], dtype=torch.float64)
+    metrics |= part_means(samples)
+    metrics |= {"reward/mean": rewards_B.mean().item(), "reward/std": rewards_B.std(unbiased=False).item()}
+    if not has_groups:
         return metrics
-    constant_P = (rewards_PG == rewards_PG[:, :1]).all(dim=1)
+    rewards_of: dict[int, set[float]] = {}
+    for sample in samples:
+        rewards_of.setdefault(sample.group_id, set()).add(sample.reward)
+    num_constant = sum(len(rewards) == 1 for rewards in rewards_of.values())
+    best = max(sample.reward for sample in samples)
     return metrics | {
-        "group/zero_variance_groups": constant_P.sum().item(),
-        "group/zero_std_ratio": constant_P.double().mean().item(),
+        "response/failed_duplicate_ratio": sum(copy.reward < best for copy in copies) / len(samples),
+        "group/zero_variance_groups": num_constant,
+        "group/zero_std_ratio": num_constant / len(rewards_of),
     }
+
+
+def part_means(samples: list[Sample]) -> dict[str, float]:
+    """reward/NAME_mean of each part, over the samples that have it."""
+    parts: dict[str, list[float]] = {}
+    for sample in samples:
+        for name, value in sample.reward_parts.items():
+            parts.setdefault(name, []).append(value)
+    return {f"reward/{name}_mean": sum(values) / len(values) for name, values in parts.items()}
+
+
+def duplicates(samples: list[Sample]) -> list[Sample]:
+    """Those whose response is, token for token, an earlier one of their group."""
+    seen, copies = set(), []
+    for sample in samples:
+        response = (sample.group_id, sample.token_ids[sample.prompt_length :].numpy().tobytes())
+        if response in seen:
+            copies.append(sample)
+        seen.add(response)
+    return copies
 
 
 def agreement_metrics(samples: list[Sample]) -> dict[str, float]:

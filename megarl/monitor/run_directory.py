@@ -7,13 +7,18 @@ import platform
 import subprocess
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import yaml
 
 from megarl.cluster.run_tag import new_run_id
 from megarl.config import Config
+from megarl.data.stream import PromptStream
 from megarl.sample import Sample
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 PACKAGES = ("megarl", "torch", "megatron-core", "sglang", "ray", "transformers", "transformer-engine", "numpy")
 
@@ -22,6 +27,7 @@ class RunDirectory:
     """Owns the files of one run; each line is on disk when its call returns."""
 
     def __init__(self, config: Config, command: list[str], device: str):
+        self.config = config
         self.path = config.run_path
         self.run_id = new_run_id(config.name)
         for folder in ("logs", "checkpoints"):
@@ -48,6 +54,7 @@ class RunDirectory:
                 "step": step,
                 "group": sample.group_id,
                 "messages": sample.prompt.messages,
+                "tools": sample.prompt.tools,
                 "response": sample.response_text,
                 "answer": sample.prompt.answer,
                 "reward": sample.reward,
@@ -57,6 +64,12 @@ class RunDirectory:
                 "source": sample.prompt.metadata.get("source"),
             }
             self._samples.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+    def complete(self, checkpoint: Path, rows: PromptStream, tokenizer: "PreTrainedTokenizerBase") -> None:
+        """Put into a checkpoint where in the data the run is, and the chat template where it is not the model's own."""
+        (checkpoint / "data.json").write_text(json.dumps(rows.state_dict()) + "\n")
+        if self.config.data.chat_template is not None:
+            (checkpoint / "hf" / "chat_template.jinja").write_text(tokenizer.chat_template)
 
     def dump_batch(self, name: str, samples: list[Sample]) -> Path:
         """Samples with all their tensors, for `torch.load(file, weights_only=False)`."""

@@ -1,59 +1,92 @@
-"""Rewards: functions (sample) -> float, by name. Importing this loads no torch.
+"""Rewards: functions of a sample, or of all samples of a round, by name. Importing this loads no torch.
 
-A new rule is one file and one line here.
+    def reward(sample: Sample, *, option: float = 1.0) -> float | dict[str, float]
+    async def reward(sample: Sample, ...)
+    def reward(samples: list[Sample], ...) -> list[float | dict[str, float]]
+
+Which of them is told by the name of the first parameter. Keyword-only parameters are the options that a config may
+give. A dict is named parts, whose sum is the reward, or whose "reward" is, where it has that key: the others are then
+only logged. A new rule is one file and one line here; `pkg.module:function` is taken as well.
 """
 
-import math
-import numbers
+import importlib
+import inspect
+import os
+import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Any
 
-from megarl.errors import RunError
+from pydantic import BaseModel, ConfigDict, create_model
+
+from megarl.errors import ConfigError
+from megarl.rewards.code import code
 from megarl.rewards.completed import completed
+from megarl.rewards.diversity import diversity
+from megarl.rewards.format import format as format_
 from megarl.rewards.gsm8k import gsm8k
+from megarl.rewards.judge import judge
 from megarl.rewards.last_integer import last_integer
+from megarl.rewards.length import length
+from megarl.rewards.math import math
+from megarl.rewards.overlong import overlong
+from megarl.rewards.remote import remote
 
-if TYPE_CHECKING:
-    from megarl.sample import Sample
-
-REWARDS: dict[str, Callable[["Sample"], float]] = {
+REWARDS: dict[str, Callable] = {
     "gsm8k": gsm8k,
+    "math": math,
     "last_integer": last_integer,
+    "format": format_,
+    "length": length,
+    "overlong": overlong,
     "completed": completed,
+    "diversity": diversity,
+    "code": code,
+    "remote": remote,
+    "judge": judge,
 }
+MODEL = "model"  # the reward that a role gives, not a function: roles.reward_model or roles.reward_server
 
-DIGITS = 12  # after the point: sums that are equal but for rounding are equal, as 0.1 + 0.2 and 0.3
 
+def find(name: str) -> Callable:
+    """A function of REWARDS, or what `pkg.module:function` names; the working directory is looked into as well.
 
-def score_by_name(samples: list["Sample"], reward: str | dict[str, float]) -> None:
-    """Fill `.reward` by a name of REWARDS, or by several as the sum of weight * part; then `.reward_parts` too.
-
-    Raises RunError as `score`.
+    Raises ConfigError for an unknown name, a module that cannot be imported, or what is no reward.
     """
-    if isinstance(reward, str):
-        return score(samples, REWARDS[reward])
-    for name in reward:
-        score(samples, REWARDS[name])
-        for sample in samples:
-            sample.reward_parts[name] = sample.reward
-    for sample in samples:
-        total = math.fsum(weight * sample.reward_parts[name] for name, weight in reward.items())
-        sample.reward = round(total, DIGITS)
+    if name in REWARDS:
+        return REWARDS[name]
+    module_name, colon, function_name = name.rpartition(":")
+    if not colon or not module_name:
+        known = ", ".join(sorted([*REWARDS, MODEL]))
+        raise ConfigError(f"given {name!r}, valid: {known}, or pkg.module:function")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        function = getattr(importlib.import_module(module_name), function_name)
+    except Exception as error:  # a module is anyone's code and may raise anything
+        raise ConfigError(f"given {name!r}, but {type(error).__name__}: {error}") from error
+    if not callable(function) or first_parameter(function) not in ("sample", "samples"):
+        text = f"given {name!r}, but it is no function whose first parameter is `sample`, or `samples` for all of them"
+        raise ConfigError(text)
+    return function
 
 
-def score(samples: list["Sample"], reward: Callable[["Sample"], float]) -> None:
-    """Fill `.reward` of every sample.
+def first_parameter(function: Callable) -> str | None:
+    return next(iter(inspect.signature(function).parameters), None)
 
-    A reward that failed is not a 0: one that raises, or returns anything but a finite number, is a RunError naming
-    the reward, the prompt's source and the value.
-    """
-    name = getattr(reward, "__name__", repr(reward))
-    for sample in samples:
-        where = f"reward {name} of a response to {sample.prompt.metadata.get('source', 'a prompt')}"
-        try:
-            value = reward(sample)
-        except Exception as error:  # a reward is anyone's code and may raise anything; every failure stops the run
-            raise RunError(f"{where} raised {type(error).__name__}: {error}") from error
-        if not isinstance(value, numbers.Real) or not math.isfinite(value):
-            raise RunError(f"{where} returned {value!r}: wanted a finite number")
-        sample.reward = float(value)
+
+def takes_all(function: Callable) -> bool:
+    """Whether it is given all samples of a round at once."""
+    return first_parameter(function) == "samples"
+
+
+def options_model(function: Callable) -> type[BaseModel]:
+    """The schema of a reward's options: its keyword-only parameters."""
+    fields = {}
+    for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind is parameter.KEYWORD_ONLY:
+            annotation = Any if parameter.annotation is parameter.empty else parameter.annotation
+            fields[name] = (annotation, ... if parameter.default is parameter.empty else parameter.default)
+    settings = ConfigDict(
+        extra="forbid", strict=True, validate_default=True, allow_inf_nan=False, protected_namespaces=()
+    )
+    return create_model("Options", __config__=settings, **fields)

@@ -1,4 +1,4 @@
-"""The trainer's side of the SGLang servers: token ids in, token ids and log-probs out; weights and pauses.
+"""The trainer's side of the SGLang servers: token ids in, token ids, log-probs and scores out; weights and pauses.
 
 Calls are synchronous for the trainer. A background thread runs one event loop that does all HTTP, so a call can also
 be started and awaited later: the weight updates are, because the trainer broadcasts while the servers receive.
@@ -136,6 +136,25 @@ class RolloutClient:
             return [input_logprobs(url, ids, answer) for ids, (url, answer) in zip(token_ids, answers, strict=True)]
 
         return self.start(score())
+
+    def start_classify(self, token_ids: list[list[int]]) -> concurrent.futures.Future:
+        """Have servers of a classifier score given sequences, beginning now: (url, what it says) of each."""
+
+        async def classify() -> list[tuple[str, list[float | None]]]:
+            requests = [self._request(i, {"input_ids": ids}, path="/classify") for i, ids in enumerate(token_ids)]
+            return [(url, answer["embedding"]) for url, answer in await self._watched(_all(requests))]
+
+        return self.start(classify())
+
+    def result_or_death(self, pending: concurrent.futures.Future, servers: list[str], who: str) -> Any:
+        """The result of what was started; RunError as soon as one of `servers`, the urls by index, is found dead."""
+        done = False
+        while not done:
+            done = bool(concurrent.futures.wait([pending], timeout=POLL_S).done)
+            if dead := self.take_dead():
+                names = (f"{who} {servers.index(url)} ({url}) is gone: {why}" for url, why in dead.items())
+                raise RunError("; ".join(names))
+        return pending.result()
 
     def score_now(self, token_ids: list[int], timeout_s: float) -> concurrent.futures.Future:
         """Each server's log-probs of one sequence, as `logprobs` gives them: past the gate, and never tried again."""
@@ -297,8 +316,10 @@ class RolloutClient:
         }
         return {"input_ids": token_ids, "sampling_params": params, "return_logprob": temperature > 0}
 
-    async def _request(self, i: int, body: dict, server_index: int | None = None) -> tuple[str, Any]:
-        """(url, answer) of a /generate call, tried again on the next server after a fault; a server's death is none."""
+    async def _request(
+        self, i: int, body: dict, server_index: int | None = None, path: str = "/generate"
+    ) -> tuple[str, Any]:
+        """(url, answer) of a call, tried again on the next server after a fault; a server's death is none."""
         faults = []
         async with self._slots:
             while len(faults) <= self.max_retries:
@@ -307,7 +328,7 @@ class RolloutClient:
                 await self._wait_for_gate()
                 url = self.urls[(i + len(faults)) % len(self.urls) if server_index is None else server_index]
                 try:
-                    call = http.call(self._session, url, "/generate", body, self.request_timeout_s)
+                    call = http.call(self._session, url, path, body, self.request_timeout_s)
                     answer = await self._health.until_death(url, call)
                     if message := abort_message(answer):
                         raise Aborted(message)

@@ -37,8 +37,17 @@ HEALTH_TIMEOUT_S = 25.0  # SGLang answers /health after one generated token, or 
 COLOCATED_DEFAULTS = {"mem_fraction_static": 0.7}
 
 # SGLang 0.5.17 takes prompts up to its context length - 7 and clips responses, in silence, at its context length - 2
-# tokens in all. It is told a longer context, so that both limits lie outside the model's own.
-CONTEXT_SLACK = 6
+# tokens in all. It is told a longer context, so that both limits are the model's own or lie outside: what is to be
+# scored is all prompt.
+CONTEXT_SLACK = 7
+
+# Sequence classifiers that SGLang 0.5.17 serves, and whether its class has a bias. Of other families it would answer
+# with hidden states in place of scores.
+CLASSIFIERS = {
+    "LlamaForSequenceClassification": False,
+    "Qwen2ForSequenceClassification": True,
+    "Qwen3ForSequenceClassification": True,
+}
 
 COMMON_DEFAULTS = {
     "skip_server_warmup": True,  # the first /health generates a token
@@ -81,10 +90,12 @@ class Server:
         shared_gpus: str | None = None,
         first_gpu: int = 0,
         section: str = "rollout",
+        is_classifier: bool = False,
     ):
         """`section` of the config: for messages. `shared_gpus`: those that a colocated actor has too, as
         CUDA_VISIBLE_DEVICES, and all of them, since a rank of the server must see the GPU of whoever hands it weights;
-        its own ranks are on those from place `first_gpu` on."""
+        its own ranks are on those from place `first_gpu` on. `is_classifier`: it scores sequences and generates nothing.
+        """
         if device not in ("cpu", "cuda"):
             raise ConfigError(f"device: {device!r} is neither cpu nor cuda")
         if errors := check_server_args(server_args):
@@ -101,6 +112,7 @@ class Server:
         self.shared_gpus = shared_gpus
         self.first_gpu = first_gpu
         self.section = section
+        self.is_classifier = is_classifier
         self.port: int | None = port
         self._name = ""
         self._process: subprocess.Popen | None = None
@@ -182,6 +194,7 @@ class Server:
             "served_model_name": self._name,
             "weight_version": NEVER_PUSHED,
             "custom_weight_loader": [WEIGHT_RECEIVER],
+            "is_embedding": self.is_classifier,
         }
         if self.shared_gpus:
             fixed |= {"base_gpu_id": self.first_gpu, "enable_memory_saver": True}

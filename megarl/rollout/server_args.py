@@ -24,6 +24,7 @@ RESERVED = {
     "enable_memory_saver": "set placement: colocated",
     "custom_weight_loader": "megarl receives weights through its own",
     "skip_tokenizer_init": "megarl chooses it",
+    "is_embedding": "set roles.reward_server",
     "api_key": "the client sends none",
     "admin_api_key": "the client sends none",
     "config": "write its options here",

@@ -113,6 +113,16 @@ def test_a_colocated_critic_shares_the_actors_bundles():
     assert requests_of("cuda", algorithm=ppo["algorithm"], roles=roles)[1] == GroupRequest("critic", 1, 2, 1)
 
 
+@pytest.mark.parametrize("placed", ["disaggregated", "colocated"])
+def test_a_reward_model_has_gpus_of_its_own(placed):
+    roles = {"actor": ROLES["actor"], "reward_model": {"path": "reward", "gpus_per_node": 2, "nodes": 2}}
+    group = GroupRequest("reward_model", 2, 1, 1)
+    assert requests_of("cuda", placement=placed, roles=roles)[1:3] == [group, group]
+    roles = {"actor": ROLES["actor"], "reward_server": {"path": "reward", "servers": 2, "tensor_parallel": 4}}
+    server = GroupRequest("reward server", 1, 1, 4)
+    assert requests_of("cuda", placement=placed, roles=roles)[-2:] == [server, server]
+
+
 @pytest.mark.parametrize("name", ["sft", "dpo", "reward_model"])
 def test_supervised_runs_have_no_servers(name):
     requests = requests_of("cpu", roles={"actor": ROLES["actor"]}, algorithm={"name": name})

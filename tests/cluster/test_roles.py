@@ -13,6 +13,7 @@ from megarl.algorithms.losses import sft_loss
 from megarl.cluster.cluster import Cluster
 from megarl.config import Config, RoleConfig
 from megarl.errors import RunError
+from megarl.rewards.model import begin_on_ranks
 from megarl.sample import Prompt, Sample
 
 
@@ -117,3 +118,35 @@ def test_a_reward_model_is_an_actor_with_a_value_head_and_its_run_has_no_servers
         (values,) = actor.values([Sample.from_response(Prompt([], [5]), [6, 7, 8], group_id=0, index=0)])
         assert values[0] == 0 and values[1:].count_nonzero() == 3
     assert sorted(file.name for file in (tmp_path / "logs").iterdir()) == ["actor-0.log"]
+
+
+@torch.no_grad()
+def test_the_engine_of_a_reward_is_frozen_and_stays_where_it_is(tmp_path):
+    from transformers import AutoModelForSequenceClassification
+
+    model = write_hf_model(tmp_path / "model", "qwen2", True, vocab_size=101, num_layers=1)
+    classifier = AutoModelForSequenceClassification.from_pretrained(model, num_labels=1)
+    classifier.score.weight.normal_()
+    classifier.save_pretrained(tmp_path / "reward")
+    config = Config.model_validate(
+        {
+            "name": "x",
+            "placement": "colocated",
+            "model": {"path": str(model), "dtype": "float32"},
+            "data": {"train": "t"},
+            "roles": {"actor": {"cpus_per_rank": 0.25}, "reward_model": {"path": str(tmp_path / "reward")}},
+            "rollout": {"cpus_per_server": 0.25},
+            "cluster": {"start_timeout_s": 200},
+        }
+    )
+    sequences = [[5, 6, 7], [8, 9, 10, 11], [12, 6]]
+    with Cluster(config, "cpu", tmp_path / "logs") as cluster:
+        ranks = cluster.start_role("reward_model")
+        path, role, head = engine_of(ranks)
+        assert path == str(tmp_path / "reward") and head == ["weight", "bias"] and role.offload is None
+        scores = [score for _, score in begin_on_ranks(ranks, sequences)()]
+        os.kill(pid_that_says(ranks.handles[0], "the reward model's"), signal.SIGKILL)
+        with pytest.raises(RunError, match="values: the process of reward_model rank 0 died"):
+            begin_on_ranks(ranks, sequences)()
+    expected = [classifier(torch.tensor([ids])).logits.item() for ids in sequences]
+    assert scores == pytest.approx(expected, abs=1e-5)

@@ -1,4 +1,4 @@
-"""The chat template: one BOS at most, and errors that say what is missing; tokenizers as they were released."""
+"""The chat template: one BOS, and errors that show what is wrong; tokenizers as they were released."""
 
 import importlib.resources
 import io
@@ -34,23 +34,112 @@ def small_tokenizer(template, bos):
     return tokenizer
 
 
+@pytest.fixture(scope="module")
+def toy_model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("toy") / "toy"
+    toy.make(folder, seed=0)
+    return folder / "model"
+
+
 def test_a_bos_in_the_template_is_not_doubled_by_the_tokenizer():
+    """O20."""
     tokenizer = small_tokenizer("{{ bos_token }}" + TEMPLATE, bos=True)
     assert tokenizer.encode("hello") == [1, 5]  # left to itself the tokenizer adds one
     assert chat.render(tokenizer, USER) == [1, 3, 5, 6]
 
 
-def test_a_template_without_bos_gives_none_even_where_the_tokenizer_would_add_one():
-    assert chat.render(small_tokenizer(TEMPLATE, bos=True), USER) == [3, 5, 6]
+def test_a_template_without_bos_gets_the_one_that_the_tokenizer_puts_before_every_text():
+    """O20."""
+    assert chat.render(small_tokenizer(TEMPLATE, bos=True), USER) == [1, 3, 5, 6]
 
 
-def test_a_tokenizer_without_bos_gives_none():
+def test_a_bos_that_neither_tokenizer_nor_template_adds_is_not_added():
+    """O20."""
     assert chat.render(small_tokenizer(TEMPLATE, bos=False), USER) == [3, 5, 6]
+    tokenizer = small_tokenizer(TEMPLATE, bos=False)
+    tokenizer.bos_token = "<s>"
+    assert chat.render(tokenizer, USER) == [3, 5, 6]
+
+
+BOS = "{{ bos_token }}"
+
+
+@pytest.mark.parametrize("start", [BOS + BOS, BOS + "<s> ", " " + BOS, "\n\n<s>"])
+def test_two_bos_or_one_that_is_not_the_first_is_refused_with_the_rendered_text(tmp_path, toy_model, start):
+    """O20. A tokenizer keeps the space before a BOS as a token; then its own BOS would be a second one."""
+    shutil.copytree(toy_model, tmp_path / "model")
+    config = tmp_path / "model" / "tokenizer_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"bos_token": "<s>"}))
+    template = tmp_path / "two.jinja"
+    template.write_text(start + toy.CHAT_TEMPLATE)
+    reason = "a chat template gives one <s> at the very start, or none; rendered: '.*<s>.*user"
+    with pytest.raises(ConfigError, match=f"data.chat_template: {template}: {reason}"):
+        chat.load_tokenizer(tmp_path / "model", str(template))
+
+
+def test_a_text_that_contains_the_bos_token_is_refused():
+    tokenizer = small_tokenizer(TEMPLATE, bos=True)
+    turns = [*USER, {"role": "assistant", "content": "hello <s> hello"}, *USER]
+    with pytest.raises(ConfigError, match="the assistant text contains <s>, the tokenizer's BOS: remove it"):
+        chat.render(tokenizer, turns)
 
 
 def test_no_chat_template_is_refused():
     with pytest.raises(ConfigError, match="no chat template"):
         chat.render(small_tokenizer(None, bos=True), USER)
+
+
+WRONG_TEMPLATES = [
+    ("{% for m in messages %}{{ m.content }}", r"line 1 of the chat template: .*endfor"),
+    ("You are wise. {{ messages | length }}", r"does not show the user's text '.*'; rendered: 'You are wise. 1'"),
+    ("{{ messages[0].text }}", "does not show the user's text '.*'; rendered: ''"),
+    ("{% for m in messages if m.role == 'human' %}{{ m.content }}{% endfor %}", "rendered: ''"),
+    ("{{ raise_exception('never') }}", r"refuses messages with roles \['user'\]: never"),
+    ("{{ messages[0].content + 1 }}", r"refuses messages with roles \['user'\]: can only concatenate str"),
+    ("{{ messages[0].content | upper }}" + "x" * 900, "rendered: 'WHICH NUMBER FOLLOWS 7391.x+[.]{3}$"),
+]
+
+
+@pytest.mark.parametrize(("template", "reason"), WRONG_TEMPLATES)
+def test_a_wrong_template_is_refused_with_the_rendered_text_or_its_reason(tmp_path, template, reason):
+    small_tokenizer(template, bos=False).save_pretrained(tmp_path / "model")
+    with pytest.raises(ConfigError, match=f"^model.path: .*{reason}"):
+        chat.load_tokenizer(tmp_path / "model")
+    small_tokenizer(TEMPLATE, bos=False).save_pretrained(tmp_path / "model")
+    (tmp_path / "wrong.jinja").write_text(template)
+    with pytest.raises(ConfigError, match=f"^data.chat_template: {tmp_path}/wrong.jinja: .*{reason}"):
+        chat.load_tokenizer(tmp_path / "model", f"{tmp_path}/wrong.jinja")
+
+
+def test_a_template_is_given_by_a_file_or_by_one_of_the_tokenizers_names(tmp_path):
+    templates = {"default": TEMPLATE, "short": "{{ messages[0].content }} go"}
+    small_tokenizer(templates, bos=False).save_pretrained(tmp_path / "model")
+    assert chat.render(chat.load_tokenizer(tmp_path / "model"), USER) == [3, 5, 6]
+    assert chat.render(chat.load_tokenizer(tmp_path / "model", "short"), USER) == [5, 6]
+    (tmp_path / "twice.jinja").write_text("{{ messages[0].content }} {{ messages[0].content }}")
+    assert chat.render(chat.load_tokenizer(tmp_path / "model", f"{tmp_path}/twice.jinja"), USER) == [5, 5]
+    with pytest.raises(ConfigError, match="given long, which is no file; valid names: default, short, chatml"):
+        chat.load_tokenizer(tmp_path / "model", "long")
+    (tmp_path / "latin.jinja").write_bytes(b"\xe9")
+    with pytest.raises(ConfigError, match="data.chat_template: .*latin.jinja: 'utf-8' codec can't decode"):
+        chat.load_tokenizer(tmp_path / "model", f"{tmp_path}/latin.jinja")
+
+
+def test_chatml_needs_its_tokens_in_the_vocabulary(tmp_path, toy_model):
+    own, chatml = chat.load_tokenizer(toy_model), chat.load_tokenizer(toy_model, "chatml")
+    turns = [{"role": "system", "content": " a\n"}, *USER, {"role": "assistant", "content": "b"}, *USER]
+    assert chat.render(chatml, turns) == chat.render(own, turns)
+    small_tokenizer(None, bos=False).save_pretrained(tmp_path / "model")
+    with pytest.raises(ConfigError, match=r"given chatml, but <\|im_start\|> is no token in the vocabulary of .*model"):
+        chat.load_tokenizer(tmp_path / "model", "chatml")
+
+
+def test_a_tokenizer_without_template_takes_a_given_one(tmp_path):
+    small_tokenizer(None, bos=False).save_pretrained(tmp_path / "model")
+    with pytest.raises(ConfigError, match="has no chat template; data.chat_template gives it one: a file, or chatml"):
+        chat.load_tokenizer(tmp_path / "model")
+    (tmp_path / "own.jinja").write_text(TEMPLATE)
+    assert chat.render(chat.load_tokenizer(tmp_path / "model", f"{tmp_path}/own.jinja"), USER) == [3, 5, 6]
 
 
 def test_messages_that_the_template_refuses_are_an_error_with_its_reason():
@@ -59,9 +148,8 @@ def test_messages_that_the_template_refuses_are_an_error_with_its_reason():
         chat.render(small_tokenizer(template, bos=False), [{"role": "system", "content": "hello"}])
 
 
-def test_load_tokenizer_renders_the_toy_chat(tmp_path):
-    toy.make(tmp_path / "toy", seed=0)
-    tokenizer = chat.load_tokenizer(tmp_path / "toy" / "model")
+def test_load_tokenizer_renders_the_toy_chat(toy_model):
+    tokenizer = chat.load_tokenizer(toy_model)
     ids = chat.render(tokenizer, USER)
     assert tokenizer.decode(ids) == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
 
@@ -73,12 +161,8 @@ def test_load_tokenizer_refuses_a_path_that_is_no_model_folder(tmp_path):
         chat.load_tokenizer(tmp_path)
 
 
-def test_load_tokenizer_refuses_one_without_template_or_end_of_turn(tmp_path):
-    tokenizer = small_tokenizer(None, bos=False)
-    tokenizer.save_pretrained(tmp_path / "no_template")
-    with pytest.raises(ConfigError, match="no chat template"):
-        chat.load_tokenizer(tmp_path / "no_template")
-    tokenizer.chat_template = TEMPLATE
+def test_load_tokenizer_refuses_one_without_end_of_turn(tmp_path):
+    tokenizer = small_tokenizer(TEMPLATE, bos=False)
     tokenizer.eos_token = None
     tokenizer.save_pretrained(tmp_path / "no_eos")
     with pytest.raises(ConfigError, match="no eos_token"):
@@ -144,6 +228,14 @@ def test_a_sentencepiece_chat_is_its_special_tokens_and_the_texts_between_them(t
     assert chat.render(tokenizer, turns) == [model.bos_id(), *reply, model.eos_id(), model.bos_id(), *user]
 
 
+def test_a_sentencepiece_model_puts_one_bos_before_a_template_without_it(tmp_path):
+    """O20. Its tokenizer_config.json says add_bos_token."""
+    model = train_sentencepiece(tmp_path / "model")
+    (tmp_path / "plain.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
+    tokenizer = chat.load_tokenizer(tmp_path / "model", f"{tmp_path}/plain.jinja")
+    assert chat.render(tokenizer, USER) == [model.bos_id(), *model.encode("user: hello\n")]
+
+
 def test_mistral_7bs_own_tokenizer_model_gives_the_ids_that_it_was_released_with(tmp_path):
     """The first turn of https://huggingface.co/docs/transformers/v4.40.0/chat_templating: 733 is the piece "▁["."""
     train_sentencepiece(tmp_path / "model")
@@ -167,13 +259,13 @@ def test_a_converted_tokenizer_stays_the_same_as_tokenizer_json(tmp_path):
     assert chat.render(saved, USER) == chat.render(tokenizer, USER)
 
 
-def test_a_tokenizer_json_is_not_changed_by_the_class_that_is_named_beside_it(tmp_path):
+def test_a_tokenizer_json_is_not_changed_by_the_class_that_is_named_beside_it(tmp_path, toy_model):
     """DeepSeek's distilled models have a byte-level tokenizer.json under the name LlamaTokenizerFast."""
-    toy.make(tmp_path / "toy", seed=0)
-    before = chat.render(chat.load_tokenizer(tmp_path / "toy" / "model"), USER)
-    file = tmp_path / "toy" / "model" / "tokenizer_config.json"
+    before = chat.render(chat.load_tokenizer(toy_model), USER)
+    shutil.copytree(toy_model, tmp_path / "model")
+    file = tmp_path / "model" / "tokenizer_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"tokenizer_class": "LlamaTokenizerFast"}))
-    tokenizer = chat.load_tokenizer(tmp_path / "toy" / "model")
+    tokenizer = chat.load_tokenizer(tmp_path / "model")
     assert chat.render(tokenizer, USER) == before and tokenizer.decode(tokenizer.encode("two words")) == "two words"
 
 

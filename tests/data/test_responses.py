@@ -79,11 +79,18 @@ def test_all_wrong_responses_are_named(tmp_path, tokenizer):
     rows = [{"question": "1?", "reply": "2"}, {"question": "1?", "level": 2}, {"question": "", "reply": "2"}]
     rows += [{"question": "1" * 25, "reply": "2"}, *({"question": "1?", "reply": reply} for reply in wrong)]
     lines = refused(tmp_path, tokenizer, rows, ONE, response_key="reply", max_prompt_tokens=32)
-    assert lines[0] == "2: no column reply (data.response_key); columns: question, level"
+    assert lines[0] == "2: no column reply, or null in it (data.response_key); columns: question, level"
     assert lines[1].startswith("3: question: ") and lines[2] == "4: question: 33 tokens > data.max_prompt_tokens=32"
     for number, line in enumerate(lines[3:8], start=5):
         assert line.startswith(f"{number}: reply: wanted a non-empty string or a list of one assistant message"), line
     assert lines[8:] == ["10: reply: contains <|im_end|>, which is appended anyway: remove it"]
+
+
+def test_a_response_with_the_bos_token_is_refused(tmp_path, folder):
+    tokenizer = chat.load_tokenizer(folder / "model")
+    tokenizer.bos_token = "<|endoftext|>"
+    lines = refused(tmp_path, tokenizer, [{"question": "1?", "response": "2<|endoftext|>"}], ONE)
+    assert lines == ["1: response: contains <|endoftext|>, the tokenizer's BOS: remove it"]
 
 
 def test_all_wrong_pairs_are_named_with_their_columns(tmp_path, tokenizer):
@@ -91,8 +98,8 @@ def test_all_wrong_pairs_are_named_with_their_columns(tmp_path, tokenizer):
     rows += [{"question": "1?", "good": "2", "bad": assistant("2")}, {"question": "1?", "good": "2", "bad": "1" * 20}]
     rows += [{"question": "1?", "good": " ", "bad": "<|im_end|>"}]
     lines = refused(tmp_path, tokenizer, rows, PAIR, context_length=29, chosen_key="good", rejected_key="bad")
-    too_long = "5: bad: 31 tokens with the prompt > the model's context of 29"
-    missing = "2: no column bad (data.rejected_key); columns: question, good"
+    too_long = "5: bad: 31 tokens with the prompt > 29, the room in the model's context"
+    missing = "2: no column bad, or null in it (data.rejected_key); columns: question, good"
     starts = [missing, "3: no column question", "4: good, bad: the same text", too_long, "6: good: wanted"]
     for line, start in zip(lines, [*starts, "6: bad: contains"], strict=True):
         assert line.startswith(start), line
@@ -101,7 +108,7 @@ def test_all_wrong_pairs_are_named_with_their_columns(tmp_path, tokenizer):
 def test_a_row_that_fills_the_context_is_taken_and_a_longer_one_refused(tmp_path, tokenizer):
     rows = [{"question": "1" * 12, "response": "12"}]
     assert len(load(tmp_path, tokenizer, rows, ONE, context_length=23)) == 1
-    too_long = "1: response: 23 tokens with the prompt > the model's context of 22"
+    too_long = "1: response: 23 tokens with the prompt > 22, the room in the model's context"
     assert refused(tmp_path, tokenizer, rows, ONE, context_length=22) == [too_long]
 
 

@@ -1,6 +1,7 @@
 """A reward model's scores against transformers, and its way through a checkpoint and a Hugging Face folder."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from megarl.algorithms.preference_losses import bradley_terry_loss
 from megarl.config import CriticConfig, ModelConfig, OptimizerConfig
 from megarl.data.responses import with_score_token
 from megarl.errors import ConfigError
+from megarl.rewards.model import begin_on_ranks
 from megarl.sample import Prompt, Sample
 
 EOS = 2
@@ -19,16 +21,31 @@ SEQUENCES = [[5, 6, 7, 8, 9, EOS], [*range(100, 60, -1), EOS], [1, 100, 4, EOS],
 SAMPLES = [Sample.from_response(Prompt([], ids[:1]), ids[1:], group_id=0, index=0) for ids in SEQUENCES]
 
 
-def value_engine(model, bias):
+def value_engine(model, bias, trainable=True):
     from megarl.engine.engine import Engine
 
     role = CriticConfig(value_head_std=0.3, value_head_bias=bias, max_tokens_per_gpu=60)
-    return Engine(ModelConfig(path=str(model), dtype="float32"), role, head="value")
+    return Engine(ModelConfig(path=str(model), dtype="float32"), role, "value", trainable)
 
 
 def score(engine):
     values = engine.values([with_score_token(sample) for sample in SAMPLES])
     return [values[i][-1].item() for i in range(len(SAMPLES))]
+
+
+def score_frozen(rank, folder):
+    """The scores as the reward `model` has them, of an engine that is not trained; nothing from a rank that does not
+    report."""
+    engine = value_engine(folder, bias=True, trainable=False)
+    assert not any(hasattr(parameter, "main_grad") for parameter in engine.parameters())
+
+    def start_values(samples):
+        values = engine.values(samples)
+        return lambda: [values[i] for i in range(len(values))]
+
+    answers = begin_on_ranks(SimpleNamespace(start_values=start_values), SEQUENCES)()
+    assert {who for who, _ in answers} <= {"the reward model"}
+    return [value for _, value in answers]
 
 
 def train_save_export(rank, model, folder, bias):
@@ -81,5 +98,7 @@ def test_scores_are_those_of_transformers_and_survive_the_export(tmp_path, case)
     assert not report["missing_keys"] and not report["mismatched_keys"]
     assert set(report["unexpected_keys"]) == {"score.bias"} and theirs.config.num_labels == 1
     assert json.loads((out / "config.json").read_text())["architectures"] == [type(theirs).__name__]
-    for ids, value in zip(SEQUENCES, scores):
-        assert value == pytest.approx(theirs(torch.tensor([ids])).logits.item() + (bias or 0.0), abs=1e-5)
+    expected = [theirs(torch.tensor([ids])).logits.item() + (bias or 0.0) for ids in SEQUENCES]
+    assert scores == pytest.approx(expected, abs=1e-5)
+    for size in (1, 2):
+        assert run_ranks(score_frozen, size, out, tensor_parallel=size)[0] == pytest.approx(expected, abs=1e-5)

@@ -24,9 +24,9 @@ def hf_weights(model) -> list[tuple[str, torch.Tensor]]:
 
 
 @contextlib.contextmanager
-def serving(folder: Path, tensor_parallel: int, log_path: Path) -> Iterator[Server]:
+def serving(folder: Path, tensor_parallel: int, log_path: Path, **more) -> Iterator[Server]:
     """A real server of the model in `folder`, float32 on CPU."""
-    server = Server(str(folder), "float32", "cpu", tensor_parallel, None, {}, log_path, start_timeout_s=400)
+    server = Server(str(folder), "float32", "cpu", tensor_parallel, None, {}, log_path, start_timeout_s=400, **more)
     server.start()
     try:
         server.wait_ready()

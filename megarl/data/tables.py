@@ -1,0 +1,193 @@
+"""The rows of a config's data, or of one file, as the checks of quality look at them."""
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from megarl.config import Config, DataConfig, SourceConfig
+from megarl.data import chat, toy
+from megarl.data.messages import parse_messages, parse_tools
+from megarl.data.overlong import prompt_limit
+from megarl.data.quality import Record
+from megarl.data.row_errors import raise_if_any, short
+from megarl.data.sources import read_source
+from megarl.engine.hf.shape import ModelShape
+from megarl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+USUAL_NAMES = {  # of columns; the first that a file has is taken
+    "prompt": ("prompt", "question", "problem", "instruction", "messages"),
+    "answer": ("answer", "solution", "ground_truth"),
+    "response": ("response", "completion", "output"),
+    "chosen": ("chosen",),
+    "rejected": ("rejected",),
+    "reward": ("reward", "score"),
+}
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Which column holds what; None or nothing: none is read."""
+
+    prompt: str
+    answer: str | None = None
+    responses: tuple[str, ...] = ()
+    reward: str | None = None
+
+    def __str__(self) -> str:
+        names = ("response",) if len(self.responses) == 1 else ("chosen", "rejected")
+        read = {"prompt": self.prompt, "answer": self.answer, "reward": self.reward} | dict(zip(names, self.responses))
+        return ", ".join(f"{what} in {column!r}" for what, column in read.items() if column is not None)
+
+
+@dataclass(frozen=True)
+class Table:
+    title: str
+    name: str  # short, for the table of verdicts
+    columns: Columns
+    unit: str  # of the prompts' lengths
+    prompt_limit: tuple[int, str] | None  # the longest prompt, and what says so
+    is_overlong_refused: bool
+    is_held_out: bool
+    records: list[Record]
+    num_rows: int
+    errors: list[str]  # of rows that are not among the records
+
+
+def read_config(config: Config) -> list[Table]:
+    """Training data, warm start and held-out data, each source by itself; the toy is written as by a run."""
+    if config.toy:
+        toy.make(config.toy.folder, config.toy.seed)
+    data, algorithm = config.data, config.algorithm
+    tokenizer = chat.load_tokenizer(config.model.path, data.chat_template)
+    limit = prompt_limit(data, ModelShape.read(config.model.path).max_positions)
+    if algorithm.has_pairs:
+        columns = Columns(data.prompt_key, responses=(data.chosen_key, data.rejected_key))
+    elif algorithm.name == "sft":
+        columns = Columns(data.prompt_key, responses=(data.response_key,))
+    else:
+        columns = Columns(data.prompt_key, data.answer_key)
+    given = [("data.train", source, columns) for source in data.train]
+    if config.warm_start.data is not None:
+        source = SourceConfig(path=config.warm_start.data)
+        given.append(("warm_start.data", source, Columns(data.prompt_key, responses=(data.response_key,))))
+    given += [("data.validation", source, columns) for source in data.validation or []]
+    return [_read(key, source, columns, data, tokenizer, limit) for key, source, columns in given]
+
+
+def read_file(
+    path: str, keys: dict[str, str | None], tokenizer_folder: str | None, max_prompt_tokens: int | None
+) -> Table:
+    """A file whose columns are those of `keys`, or, where one is None, of a usual name.
+
+    Raises ConfigError where a named column is not there, where there is none for the prompt, and where the file has no
+    rows at all.
+    """
+    source = SourceConfig(path=path)
+    columns = _find_columns(source, keys)
+    data = DataConfig(train=path, prompt_key=columns.prompt)
+    tokenizer = chat.load_tokenizer(tokenizer_folder) if tokenizer_folder else None
+    limit = None if max_prompt_tokens is None else (max_prompt_tokens, f"{max_prompt_tokens} tokens")
+    return _read("", source, columns, data, tokenizer, limit)
+
+
+def _find_columns(source: SourceConfig, keys: dict[str, str | None]) -> Columns:
+    errors: list[str] = []
+    values: dict[str, Any] = {}  # the first of each column
+    for _, row in read_source(source, errors):
+        values = row | values
+    if not values:
+        raise_if_any(errors, source)
+        raise ConfigError(f"{source}: no rows")
+    columns = f"columns: {', '.join(values)}"
+    missing = [f"{name} (--{what}-key)" for what, name in keys.items() if name is not None and name not in values]
+    if missing:
+        raise ConfigError(f"{source}: no column {', '.join(missing)}; {columns}")
+
+    found = {
+        what: keys[what] or next((name for name in usual if name in values), None)
+        for what, usual in USUAL_NAMES.items()
+    }
+    if found["prompt"] is None:
+        usual = ", ".join(USUAL_NAMES["prompt"])
+        raise ConfigError(f"{source}: no column of prompts, as {usual}; {columns}; valid: --prompt-key COLUMN")
+    pair = (found["chosen"], found["rejected"])
+    if (keys["chosen"] or keys["rejected"]) and (None in pair or keys["response"]):
+        raise ConfigError(f"{source}: --chosen-key and --rejected-key go together, without --response-key; {columns}")
+    responses = (found["response"],) if keys["response"] or None in pair else pair
+    if keys["reward"] is None and type(values.get(found["reward"])) not in (int, float):
+        found["reward"] = None
+    return Columns(found["prompt"], found["answer"], tuple(filter(None, responses)), found["reward"])
+
+
+def _read(
+    key: str,
+    source: SourceConfig,
+    columns: Columns,
+    data: DataConfig,
+    tokenizer: "PreTrainedTokenizerBase | None",
+    limit: tuple[int, str] | None,
+) -> Table:
+    errors: list[str] = []
+    records, num_rows = [], 0
+    for place, row in read_source(source, errors):
+        num_rows += 1
+        record = _record(row, place, columns, data, tokenizer, errors)
+        if record is not None:
+            records.append(record)
+    return Table(
+        title=f"{key}: {source}" if key else str(source),
+        name=str(source),
+        columns=columns,
+        unit="characters" if tokenizer is None else "tokens",
+        prompt_limit=limit,
+        is_overlong_refused=data.overlong == "refuse" or bool(columns.responses),
+        is_held_out=key == "data.validation",
+        records=records,
+        num_rows=num_rows,
+        errors=errors,
+    )
+
+
+def _record(
+    row: dict,
+    place: str,
+    columns: Columns,
+    data: DataConfig,
+    tokenizer: "PreTrainedTokenizerBase | None",
+    errors: list[str],
+) -> Record | None:
+    """None where something was added to `errors`. An answer or a response that is not there is empty."""
+    num_errors = len(errors)
+    messages = parse_messages(row, place, data, errors)
+    tools = parse_tools(row, place, data.tools_key, errors)
+    answer = None if columns.answer is None else _text(row, columns.answer, place, errors)
+    responses = tuple(_text(row, column, place, errors) for column in columns.responses)
+    reward = row.get(columns.reward)
+    if reward is not None and (type(reward) not in (int, float) or not math.isfinite(reward)):
+        errors.append(f"{place}: {columns.reward}: wanted a finite number, given {short(reward)}")
+    if len(errors) > num_errors:
+        return None
+    # What all prompts begin with would make them look alike.
+    own = [message["content"] for message in messages if message["content"] != data.system_prompt]
+    length = sum(map(len, own))
+    if tokenizer is not None:
+        try:
+            length = len(chat.render(tokenizer, messages, tools))
+        except ConfigError as error:
+            errors.append(f"{place}: {columns.prompt}: {error}")
+            return None
+    return Record(place, "\n".join(own), length, answer, responses, reward)
+
+
+def _text(row: dict, column: str, place: str, errors: list[str]) -> str:
+    """An answer or a response, which may be a list of one message."""
+    value = row.get(column, "")
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], dict):
+        value = value[0].get("content")
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        errors.append(f"{place}: {column}: wanted a text, a number or a message, given {short(row[column])}")
+        return ""
+    return str(value)
