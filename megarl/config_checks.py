@@ -110,7 +110,8 @@ def check_language_model(shape: ModelShape, keys: tuple[str, ...]) -> Iterator[V
     classifiers = [name for name in shape.hf.get("architectures") or [] if name.endswith("ForSequenceClassification")]
     if classifiers:
         text = f"config.json names {classifiers[0]}: its score head would be dropped; a language model is wanted here. "
-        text += "Valid: a ...ForCausalLM, or this one as roles.critic.path or with algorithm.name: reward_model"
+        text += "Valid: a ...ForCausalLM, or this one as roles.critic.path, as roles.reward_model.path or with "
+        text += "algorithm.name: reward_model"
         yield Violation(text, (*keys, "algorithm.name"))
 
 
@@ -119,7 +120,8 @@ def check_classifier(shape: ModelShape, keys: tuple[str, ...], is_served: bool) 
     labels = len(shape.hf.get("id2label") or ()) or shape.hf.get("num_labels", 2)  # as transformers reads it
     if not architecture.endswith("ForSequenceClassification"):
         text = f"config.json names {architecture}, but a reward model is a sequence classifier with one score; "
-        yield Violation(f"{text}algorithm.name: reward_model trains one, tools/convert_ckpt.py --to-hf exports it", keys)
+        text += "algorithm.name: reward_model trains one, tools/convert_ckpt.py --to-hf exports it"
+        yield Violation(text, keys)
     elif labels != 1:
         text = f"config.json has {labels} labels (id2label, num_labels), but a reward model has one score; valid: 1"
         yield Violation(text, keys)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.config import load
+from megarl.data.columns import USUAL_NAMES
 from megarl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -15,16 +16,16 @@ if TYPE_CHECKING:
     from megarl.data.tables import Table
 
 WIDTH = 100  # of a line
-KEYS = ("prompt", "answer", "response", "chosen", "rejected", "reward")
-FILE_OPTIONS = (*(f"{what}_key" for what in KEYS), "tokenizer", "max_prompt_tokens", "to_parquet", "to_jsonl")
+FILE_OPTIONS = (*(f"{what}_key" for what in USUAL_NAMES), "tokenizer", "max_prompt_tokens", "to_parquet", "to_jsonl")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", metavar="CONFIG|FILE", help="YAML file, see configs/; or a JSONL or Parquet file")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="override a key of the config")
     of_file = parser.add_argument_group("for a FILE", "A config has keys for the columns.")
-    for what in KEYS:
-        of_file.add_argument(f"--{what}-key", metavar="COLUMN", help=f"of the {what}; default: a usual name")
+    for what, usual in USUAL_NAMES.items():
+        text = f"default: the first there is of {', '.join(usual)}" if len(usual) > 1 else f"default: {what}"
+        of_file.add_argument(f"--{what}-key", metavar="COLUMN", help=text)
     of_file.add_argument("--tokenizer", metavar="FOLDER", help="count tokens of templated prompts, not characters")
     of_file.add_argument("--max-prompt-tokens", type=int, metavar="N", help="report longer prompts")
     conversion = of_file.add_mutually_exclusive_group()
@@ -51,7 +52,7 @@ def run(options: argparse.Namespace, report: Callable[[str], None] = print) -> i
             return 0
     if options.max_prompt_tokens is not None and options.tokenizer is None:
         raise ConfigError(f"--max-prompt-tokens {options.max_prompt_tokens}: wants --tokenizer FOLDER, to count by")
-    keys = {what: getattr(options, f"{what}_key") for what in KEYS}
+    keys = {what: getattr(options, f"{what}_key") for what in USUAL_NAMES}
     return _report([tables.read_file(target, keys, options.tokenizer, options.max_prompt_tokens)], report)
 
 

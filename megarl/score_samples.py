@@ -8,7 +8,8 @@ from pathlib import Path
 from megarl.cluster.cluster import Cluster
 from megarl.config import Config
 from megarl.data import chat, toy
-from megarl.data.dataset import parse_prompt, raise_if_any, short
+from megarl.data.dataset import parse_prompt
+from megarl.data.row_errors import raise_if_any, short
 from megarl.data.sources import read_rows
 from megarl.data.stream import PromptStream
 from megarl.errors import ConfigError, RunError
@@ -50,13 +51,13 @@ def run(config: Config, samples_file: str | None, num_prompts: int | None, print
         if samples is None:
             samples = generate(stack, config, cluster, inputs, num_prompts or config.algorithm.prompts_per_step)
         scored = scorer.score(samples)
+    if samples_file is None and config.warm_start.data:
+        print_line(f"responses of {config.model.path}, as it is before the warm start")
     print_line(report(scored, len(samples)))
     refuse(scored, len(samples), config)
 
 
-def generate(
-    stack: ExitStack, config: Config, cluster: Cluster, inputs: Inputs, num_prompts: int
-) -> list[Sample]:
+def generate(stack: ExitStack, config: Config, cluster: Cluster, inputs: Inputs, num_prompts: int) -> list[Sample]:
     """`group_size` responses to each of the first prompts of the run, by the weights in model.path."""
     prompts = PromptStream(inputs.prompts, config.seed, inputs.weights).next(num_prompts)
     client = RolloutClient.of(
@@ -90,12 +91,13 @@ def read_samples(path: str, config: Config, inputs: Inputs) -> list[Sample]:
             prompt = logged_prompt(row, where, known, inputs, errors)
             text, status, place = row["response"], row["status"], (row["step"], row["group"])
         else:
-            prompt = parse_prompt(row, where, config.data, inputs.tokenizer, config.data.answer_key, errors)
-            text, status = row.get(config.data.response_key), Status.COMPLETED.value
+            key = config.data.response_key
+            prompt = parse_prompt(row, where, config.data, inputs.tokenizer, config.data.answer_key, errors, (key,))
+            text, status = row.get(key), Status.COMPLETED.value
             place = prompt and prompt.token_ids
         if not isinstance(text, str):
-            key = config.data.response_key
-            errors.append(f"{where}: {key}: wanted a response's text, given {short(text)}; columns: {', '.join(row)}")
+            given = f"given {short(text)}; columns: {', '.join(row)}"
+            errors.append(f"{where}: {config.data.response_key}: wanted a response's text, {given}")
         if prompt is None or not isinstance(text, str):
             continue
         if place != last:
@@ -110,18 +112,17 @@ def read_samples(path: str, config: Config, inputs: Inputs) -> list[Sample]:
     return samples
 
 
-def logged_prompt(
-    row: dict, where: str, known: dict[str, Prompt], inputs: Inputs, errors: list[str]
-) -> Prompt | None:
+def logged_prompt(row: dict, where: str, known: dict[str, Prompt], inputs: Inputs, errors: list[str]) -> Prompt | None:
     """The prompt of a row of samples.jsonl; None where something was added to `errors`."""
     prompt = known.get(row.get("source"))
     if prompt is None:
         try:
-            token_ids = chat.render(inputs.tokenizer, row["messages"])
-        except (ConfigError, TypeError, KeyError) as error:
+            token_ids = chat.render(inputs.tokenizer, row["messages"], row.get("tools"))
+        except ConfigError as error:
             errors.append(f"{where}: messages: {error}")
             return None
-        return Prompt(row["messages"], token_ids, row.get("answer"), {"source": row.get("source") or where})
+        metadata = {"source": row.get("source") or where}
+        return Prompt(row["messages"], token_ids, row.get("answer"), metadata, tools=row.get("tools"))
     if prompt.messages != row["messages"]:
         errors.append(f"{where}: messages: not those of {row['source']}, which has changed since")
         return None

@@ -1,8 +1,8 @@
 """Real scorers for tests: each keeps its processes until the test process ends, and they end with it."""
 
+import copy
 import functools
 import json
-from pathlib import Path
 
 from megarl.config_rewards import RewardConfig, RewardsConfig, as_rewards
 from megarl.rewards.scorer import Scorer
@@ -11,17 +11,17 @@ from megarl.sample import Prompt, Sample
 REPORTED: list[str] = []  # what the scorers have reported, the last line last
 
 
-def scorer(rewards: str | dict, logs: Path | None = None, **settings) -> Scorer:
-    """Started, of `algorithm.reward` and `rewards` as a config has them; the same one for the same arguments."""
-    return _scorer(json.dumps(rewards), logs, json.dumps(settings))
+def scorer(rewards: str | dict, **settings) -> Scorer:
+    """Of `algorithm.reward` and `rewards` as a config has them; those of the same rewards share their processes."""
+    made = copy.copy(_started(json.dumps(rewards)))
+    made.settings = RewardsConfig(**settings)
+    return made
 
 
 @functools.cache
-def _scorer(rewards: str, logs: Path | None, settings: str) -> Scorer:
+def _started(rewards: str) -> Scorer:
     parts = {name: RewardConfig(**part) for name, part in as_rewards(json.loads(rewards)).items()}
-    limits = {"num_workers": 1, "timeout_s": 5.0} | json.loads(settings)
-    made = Scorer(parts, RewardsConfig(**limits), REPORTED.append, logs)
-    return made.__enter__()
+    return Scorer(parts, RewardsConfig(num_workers=1), REPORTED.append).__enter__()
 
 
 def samples_with(answers: list[str | None], response: str = "#### 18", group_size: int = 1) -> list[Sample]:

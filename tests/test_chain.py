@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 from end_to_end import ROOT, Run, run_tool, steps
 
 
@@ -40,3 +41,20 @@ def test_reward_model_ppo_pairs_and_dpo_follow_one_another(tmp_path):
           "roles.actor.optimizer.learning_rate=5e-4")  # fmt: skip
     margins = [m["dpo/margin"] for m in lines(runs / "quickstart_dpo")]
     assert margins[0] < 0.02 < 0.1 < sum(margins[-5:]) / 5, margins
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("placement", ["disaggregated", "colocated"])
+def test_a_served_reward_model_gives_rewards(tmp_path, placement):
+    def train(*arguments: str) -> None:
+        with Run(tmp_path, *arguments) as run:
+            assert run.wait(400) == 0, run.output
+
+    train(str(ROOT / "configs/quickstart_reward_model.yaml"), "trainer.steps=40")
+    run_tool("convert_ckpt.py", "--to-hf", "runs/quickstart_reward_model", "runs/reward_model_hf", folder=tmp_path)
+    train(str(ROOT / "configs/quickstart.yaml"), "trainer.steps=2", "warm_start.steps=40", "data.validation=null",
+          f"placement={placement}", "algorithm.reward={last_integer: 1.0, model: 0.1}", "rollout.cpus_per_server=0.5",
+          "roles.reward_server={path: runs/reward_model_hf, cpus_per_server: 0.5}")  # fmt: skip
+    for m in steps(tmp_path / "runs/quickstart"):
+        assert abs(m["reward/model_mean"]) > 0.02
+        assert abs(m["reward/mean"] - m["reward/last_integer_mean"] - 0.1 * m["reward/model_mean"]) < 1e-6

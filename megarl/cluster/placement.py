@@ -13,7 +13,8 @@ from megarl.config import Config
 from megarl.errors import RunError
 
 SERVER, TEACHER, REWARD_SERVER = "rollout server", "teacher server", "reward server"
-SERVERS = {"rollout": SERVER, "roles.teacher": TEACHER, "roles.reward_server": REWARD_SERVER}  # by section of the config
+# by section of the config
+SERVERS = {"rollout": SERVER, "roles.teacher": TEACHER, "roles.reward_server": REWARD_SERVER}
 PROGRESS_S = 5.0  # between lines while the cluster is full
 POLL_S = 0.5
 RESERVE_S = 10.0  # for Ray to make groups where there is room

@@ -64,17 +64,17 @@ def quote(text: str, place: int = 0) -> str:
 
 
 def fences(lengths: list[int]) -> tuple[int, int]:
-    """The bounds outside of which a length is far from the others: three times the distance of the quartiles away from
-    them, as in Tukey's outer fences, on a logarithmic scale, as lengths are spread by factors.
+    """The bounds outside of which a length is far from the others: Tukey's outer fences, three times the distance of
+    the quartiles away from them, on a logarithmic scale, as lengths differ by factors.
 
-    Ten are added to each, and quartiles are taken to be a factor of 1.5 apart at least: so short or equal lengths do
-    not make a slightly longer one far.
+    Ten is added to each length, and quartiles are taken to be a factor of 1.5 apart at least: among short or equal ones
+    a slightly longer one is not far.
     """
     if not lengths:
         return 0, 0
     first, third = np.percentile(np.log(np.array(lengths) + 10.0), [25, 75])
     distance = 3 * max(third - first, math.log(1.5))
-    return max(math.ceil(math.exp(first - distance) - 10), 0), math.floor(math.exp(third + distance) - 10)
+    return max(round(math.exp(first - distance) - 10), 0), round(math.exp(third + distance) - 10)
 
 
 def distribution(lengths: list[int], unit: str) -> tuple[str, ...]:
@@ -87,30 +87,30 @@ def distribution(lengths: list[int], unit: str) -> tuple[str, ...]:
 
 
 def histogram(values: list[int] | list[float]) -> tuple[str, ...]:
-    """A line with a bar for each value; where there are many, for ranges up to the 99th percentile and what is above."""
+    """A line with a bar per value; where there are many, per range up to the 99th percentile, and for what is above."""
     counted = Counter(values)
     if len(counted) > NUM_BINS:
-        counts = _ranges(np.array(values))
+        bars = _ranges(np.array(values))
     else:
-        counts = {f"{value:,g}": counted[value] for value in sorted(counted)}
-    width, largest = max(map(len, counts)), max(counts.values())
+        bars = [(f"{value:,g}", counted[value]) for value in sorted(counted)]
+    width, largest = max(len(name) for name, _ in bars), max(count for _, count in bars)
     return tuple(
-        f"{name:>{width}} {'#' * math.ceil(BAR_WIDTH * count / largest):{BAR_WIDTH}} {count:,}"
-        for name, count in counts.items()
+        f"{name:>{width}} {'#' * math.ceil(BAR_WIDTH * count / largest):{BAR_WIDTH}} {count:,}" for name, count in bars
     )
 
 
-def _ranges(values: np.ndarray) -> dict[str, int]:
-    """Range -> number of values; integers include the upper end, of other numbers only the last range does."""
+def _ranges(values: np.ndarray) -> list[tuple[str, int]]:
+    """(range, number of values); integers include the upper end, of other numbers only the last range does."""
     low, high = values.min(), np.percentile(values, 99, method="higher")
     if values.dtype.kind == "i":
         step = math.ceil((high - low + 1) / NUM_BINS)
         edges = np.arange(low, high + step + 1, step)
         names = [f"{a:,} to {min(a + step - 1, high):,}" if step > 1 else f"{a:,}" for a in edges[:-1]]
+        above = f"above {high:,}"
     else:
         edges = np.linspace(low, high, NUM_BINS + 1 if high > low else 2)
         names = [f"{a:.3g} to {b:.3g}" for a, b in zip(edges, edges[1:])]
+        above = f"above {high:.3g}"
     counts, _ = np.histogram(values[values <= high], edges)
     num_above = int((values > high).sum())
-    above = {f"above {names[-1].rpartition(' ')[2]}": num_above} if num_above else {}
-    return dict(zip(names, counts.tolist())) | above
+    return [*zip(names, counts.tolist()), *([(above, num_above)] if num_above else [])]

@@ -1,6 +1,7 @@
 """Texts that are nearly the same: MinHash finds the candidates, their Jaccard similarity decides."""
 
 import functools
+import itertools
 import random
 import re
 import zlib
@@ -38,7 +39,7 @@ class Match:
 class Search:
     matches: list[Match]
     num_searched: int
-    limit: str = ""  # why these are not all
+    limits: tuple[str, ...]  # why not all were searched
 
 
 def shingles(text: str) -> frozenset[str]:
@@ -56,53 +57,47 @@ def jaccard(first: frozenset[str], second: frozenset[str]) -> float:
 def search_within(texts: list[str]) -> Search:
     """Each text with a Jaccard similarity of at least 0.8 to an earlier one that has no match itself.
 
-    Beyond MAX_TEXTS or MAX_CHARACTERS a part drawn by a fixed seed is searched; after MAX_COMPARISONS, which texts of
-    one template reach, the search ends.
+    Of more than MAX_TEXTS or MAX_CHARACTERS a part drawn by a fixed seed is searched; after MAX_COMPARISONS, which texts
+    of one template reach, the search ends.
     """
-    index, matches = _Index(texts), []
-    chosen, limit = _draw(texts)
-    for num_searched, i in enumerate(chosen):
-        if index.num_comparisons >= MAX_COMPARISONS:
-            return Search(matches, num_searched, f"{MAX_COMPARISONS:,} comparisons")
-        sketch = _sketch(texts[i])
-        found = index.find(i, texts[i], sketch)
-        if found is None:
-            index.add(i, sketch)
-        else:
-            matches.append(found)
-    return Search(matches, len(chosen), limit)
+    return _search(texts, _Index(texts), (), is_growing=True)
 
 
 def search_between(texts: list[str], others: list[str]) -> Search:
     """The same for each of `texts` among `others`; Match.other is an index of `others`."""
-    index, matches = _Index(others), []
-    chosen_others, other_limit = _draw(others)
-    for i in chosen_others:
+    index = _Index(others)
+    chosen = _draw(others)
+    for i in chosen:
         index.add(i, _sketch(others[i]))
-    chosen, limit = _draw(texts)
-    if other_limit:
-        limit = f"{len(chosen_others):,} of the {len(others):,} others"
+    limits = (f"among {len(chosen):,} of {len(others):,}",) if len(chosen) < len(others) else ()
+    return _search(texts, index, limits, is_growing=False)
+
+
+def _search(texts: list[str], index: "_Index", limits: tuple[str, ...], is_growing: bool) -> Search:
+    """`is_growing`: the index is of `texts`, and those without a match are added to it."""
+    matches = []
+    chosen = _draw(texts)
+    if len(chosen) < len(texts):
+        limits += (f"at most {MAX_TEXTS:,} texts and {MAX_CHARACTERS:,} characters, drawn at random",)
     for num_searched, i in enumerate(chosen):
         if index.num_comparisons >= MAX_COMPARISONS:
-            return Search(matches, num_searched, f"{MAX_COMPARISONS:,} comparisons")
-        found = index.find(i, texts[i], _sketch(texts[i]))
+            return Search(matches, num_searched, (*limits, f"at most {MAX_COMPARISONS:,} comparisons"))
+        sketch = _sketch(texts[i])
+        found = index.find(i, texts[i], sketch)
         if found is not None:
             matches.append(found)
-    return Search(matches, len(chosen), limit)
+        elif is_growing:
+            index.add(i, sketch)
+    return Search(matches, len(chosen), limits)
 
 
-def _draw(texts: list[str]) -> tuple[list[int], str]:
-    """Indices to search in ascending order, and the limit that leaves some out."""
+def _draw(texts: list[str]) -> list[int]:
+    """Indices to search in ascending order: all of them if the limits allow it."""
     if len(texts) <= MAX_TEXTS and sum(map(len, texts)) <= MAX_CHARACTERS:
-        return list(range(len(texts))), ""
+        return list(range(len(texts)))
     order = random.Random(SEED).sample(range(len(texts)), min(len(texts), MAX_TEXTS))
-    num_characters, drawn = 0, []
-    for i in order:
-        num_characters += len(texts[i])
-        if num_characters > MAX_CHARACTERS:
-            break
-        drawn.append(i)
-    return sorted(drawn), f"{MAX_TEXTS:,} texts of {MAX_CHARACTERS:,} characters, drawn at random"
+    num_characters = itertools.accumulate(len(texts[i]) for i in order)
+    return sorted(i for i, n in zip(order, num_characters) if n <= MAX_CHARACTERS)
 
 
 def _sketch(text: str) -> MinHash:

@@ -112,7 +112,8 @@ def contradictions(records: list[Record]) -> Check:
 def near_duplicates(records: list[Record]) -> Check:
     """Different prompts with nearly the same words."""
     distinct = list(_by_prompt(records).values())
-    return _near("near-duplicates", "nearly repeat an earlier one", search_within(_prompts(distinct)), distinct, distinct)
+    search = search_within(_prompts(distinct))
+    return _near("near-duplicates", "nearly repeat an earlier one", search, distinct, distinct)
 
 
 def leaks(held_out: list[Record], train: list[Record]) -> Iterator[Check]:
@@ -135,8 +136,8 @@ def _near(name: str, what: str, search: Search, records: list[Record], others: l
         record, other = records[match.index], others[match.other]
         examples.append(f"{record.source} ~ {other.source} ({match.jaccard:.2f}): {quote(record.prompt)}")
     details = ()
-    if search.limit:
-        details = (f"searched {search.num_searched:,} of {len(records):,}: the limit is {search.limit}",)
+    if search.limits:
+        details = (f"searched {search.num_searched:,} of {len(records):,}: {', '.join(search.limits)}",)
     check = by_share(name, f"prompts {what}", examples, search.num_searched, Limits(0.01), details)
     return replace(check, limits=f"{check.limits}, Jaccard >= {MIN_JACCARD:g}")
 
@@ -252,33 +253,34 @@ def widths(records: list[Record]) -> Check:
     """Columns with texts of full width in some rows and of half width in others: ５０ is not 50."""
     full: dict[str, list[str]] = defaultdict(list)
     half: Counter[str] = Counter()
-    for record, what, text in _texts(records):
+    for record, column, text in _texts(records):
         if (place := full_width_place(text)) is not None:
-            full[what].append(f"{record.source}: {what}: {quote(text, place)}")
-        half[what] += HALF_WIDTH_LETTER.search(text) is not None
-    details = tuple(f"{what}: {len(found):,} of full width, {half[what]:,} of half" for what, found in full.items())
-    examples = [example for what, found in full.items() if half[what] for example in found]
-    return by_share("character width", "texts of full width amid half", examples, len(_texts(records)), Limits(0), details)
+            full[column].append(f"{record.source}: {column}: {quote(text, place)}")
+        half[column] += HALF_WIDTH_LETTER.search(text) is not None
+    details = tuple(f"{column}: {len(full[column]):,} of full width, {half[column]:,} of half" for column in full)
+    examples = [example for column, found in full.items() if half[column] for example in found]
+    what = "texts of full width amid half"
+    return by_share("character width", what, examples, len(_texts(records)), Limits(0), details)
 
 
 def odd_characters(records: list[Record]) -> Check:
     kinds: Counter[str] = Counter()
     examples = []
-    for record, what, text in _texts(records):
+    for record, column, text in _texts(records):
         if (found := odd_character(text)) is not None:
             place, kind = found
             kinds[kind] += 1
-            examples.append(f"{record.source}: {what}: {kind}: {quote(text, place)}")
+            examples.append(f"{record.source}: {column}: {kind}: {quote(text, place)}")
     details = tuple(f"{n:,}: {kind}" for kind, n in kinds.items())
     limits = Limits(0, 0.01)
     return by_share("odd characters", "texts with odd characters", examples, len(_texts(records)), limits, details)
 
 
 def _texts(records: list[Record]) -> list[tuple[Record, str, str]]:
-    """(row, what it is, text) of all texts that are not empty."""
+    """(row, what it holds, text) of all texts that are not empty."""
     texts = []
     for record in records:
         names = ("response",) if len(record.responses) == 1 else ("chosen", "rejected")
         of_row = [("prompt", record.prompt), ("answer", record.answer), *zip(names, record.responses)]
-        texts += [(record, what, text) for what, text in of_row if text]
+        texts += [(record, name, text) for name, text in of_row if text]
     return texts

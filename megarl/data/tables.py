@@ -1,46 +1,22 @@
 """The rows of a config's data, or of one file, as the checks of quality look at them."""
 
-import math
+import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megarl.config import Config, DataConfig, SourceConfig
 from megarl.data import chat, toy
+from megarl.data.columns import Columns, find_columns
 from megarl.data.messages import parse_messages, parse_tools
 from megarl.data.overlong import prompt_limit
 from megarl.data.quality import Record
-from megarl.data.row_errors import raise_if_any, short
+from megarl.data.row_errors import short
 from megarl.data.sources import read_source
 from megarl.engine.hf.shape import ModelShape
 from megarl.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-USUAL_NAMES = {  # of columns; the first that a file has is taken
-    "prompt": ("prompt", "question", "problem", "instruction", "messages"),
-    "answer": ("answer", "solution", "ground_truth"),
-    "response": ("response", "completion", "output"),
-    "chosen": ("chosen",),
-    "rejected": ("rejected",),
-    "reward": ("reward", "score"),
-}
-
-
-@dataclass(frozen=True)
-class Columns:
-    """Which column holds what; None or nothing: none is read."""
-
-    prompt: str
-    answer: str | None = None
-    responses: tuple[str, ...] = ()
-    reward: str | None = None
-
-    def __str__(self) -> str:
-        names = ("response",) if len(self.responses) == 1 else ("chosen", "rejected")
-        read = {"prompt": self.prompt, "answer": self.answer, "reward": self.reward} | dict(zip(names, self.responses))
-        return ", ".join(f"{what} in {column!r}" for what, column in read.items() if column is not None)
-
 
 @dataclass(frozen=True)
 class Table:
@@ -80,46 +56,13 @@ def read_config(config: Config) -> list[Table]:
 def read_file(
     path: str, keys: dict[str, str | None], tokenizer_folder: str | None, max_prompt_tokens: int | None
 ) -> Table:
-    """A file whose columns are those of `keys`, or, where one is None, of a usual name.
-
-    Raises ConfigError where a named column is not there, where there is none for the prompt, and where the file has no
-    rows at all.
-    """
+    """One file, with the columns of `find_columns`; without tokenizer prompts are counted in characters."""
     source = SourceConfig(path=path)
-    columns = _find_columns(source, keys)
+    columns = find_columns(source, keys)
     data = DataConfig(train=path, prompt_key=columns.prompt)
     tokenizer = chat.load_tokenizer(tokenizer_folder) if tokenizer_folder else None
     limit = None if max_prompt_tokens is None else (max_prompt_tokens, f"{max_prompt_tokens} tokens")
     return _read("", source, columns, data, tokenizer, limit)
-
-
-def _find_columns(source: SourceConfig, keys: dict[str, str | None]) -> Columns:
-    errors: list[str] = []
-    values: dict[str, Any] = {}  # the first of each column
-    for _, row in read_source(source, errors):
-        values = row | values
-    if not values:
-        raise_if_any(errors, source)
-        raise ConfigError(f"{source}: no rows")
-    columns = f"columns: {', '.join(values)}"
-    missing = [f"{name} (--{what}-key)" for what, name in keys.items() if name is not None and name not in values]
-    if missing:
-        raise ConfigError(f"{source}: no column {', '.join(missing)}; {columns}")
-
-    found = {
-        what: keys[what] or next((name for name in usual if name in values), None)
-        for what, usual in USUAL_NAMES.items()
-    }
-    if found["prompt"] is None:
-        usual = ", ".join(USUAL_NAMES["prompt"])
-        raise ConfigError(f"{source}: no column of prompts, as {usual}; {columns}; valid: --prompt-key COLUMN")
-    pair = (found["chosen"], found["rejected"])
-    if (keys["chosen"] or keys["rejected"]) and (None in pair or keys["response"]):
-        raise ConfigError(f"{source}: --chosen-key and --rejected-key go together, without --response-key; {columns}")
-    responses = (found["response"],) if keys["response"] or None in pair else pair
-    if keys["reward"] is None and type(values.get(found["reward"])) not in (int, float):
-        found["reward"] = None
-    return Columns(found["prompt"], found["answer"], tuple(filter(None, responses)), found["reward"])
 
 
 def _read(
@@ -166,7 +109,7 @@ def _record(
     answer = None if columns.answer is None else _text(row, columns.answer, place, errors)
     responses = tuple(_text(row, column, place, errors) for column in columns.responses)
     reward = row.get(columns.reward)
-    if reward is not None and (type(reward) not in (int, float) or not math.isfinite(reward)):
+    if reward is not None and not (type(reward) in (int, float) and abs(reward) <= sys.float_info.max):
         errors.append(f"{place}: {columns.reward}: wanted a finite number, given {short(reward)}")
     if len(errors) > num_errors:
         return None

@@ -112,7 +112,7 @@ class RewardModel:
     def start_score(self, samples: list[Sample]) -> Callable[[], list[float]]:
         """Begin to score; the returned function waits for each sample's score, in order.
 
-        Both raise RunError: naming a sample that cannot be read or whose score is not finite, or the rank or server that
+        Both raise RunError naming a sample that cannot be read or whose score is not finite, or the rank or server that
         died, failed or was late (cluster.call_timeout_s; rollout.request_timeout_s and rollout.max_retries).
         """
         wait = self._begin(self.tokens.encode(samples))

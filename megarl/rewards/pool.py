@@ -40,7 +40,7 @@ class Call:
 class Outcome:
     """What a reward says of one sample."""
 
-    value: float | None  # None where there is an error
+    value: float | None  # None where there is an error, or where the round was given up before
     parts: dict[str, float]
     error: str | None
     seconds: float
@@ -99,7 +99,7 @@ class RewardPool:
         """What each call says of each sample, in their order; samples go without their log-probs.
 
         `give_up` is asked with the number of samples that have an error whenever there are some; where it says yes, all
-        that is not finished is ended, and has an error too. Raises RunError where a process cannot be started, or a
+        that is not finished is ended, and has neither value nor error. Raises RunError where a process cannot be started, or a
         reward not be loaded in it.
         """
         outcomes: dict[str, list[Outcome | None]] = {name: [None] * len(samples) for name in self.queues}
@@ -123,11 +123,7 @@ class RewardPool:
                 worker.queue.clear()
                 if worker.items:
                     self._stop(worker)
-        reason = f"was not waited for: the round was given up with {len(failed)} failed samples"
-        return {
-            name: [found or self._outcome(name, sample, reason, 0.0) for found, sample in zip(column, samples)]
-            for name, column in outcomes.items()
-        }
+        return {name: [found or Outcome(None, {}, None, 0.0) for found in column] for name, column in outcomes.items()}
 
     def _enqueue(self, samples: list["Sample"]) -> None:
         for name, queue in self.queues.items():

@@ -98,15 +98,15 @@ class Scorer:
         return 0 if self.settings.on_error == "fail" else int(self.settings.max_error_ratio * num_samples)
 
     def settle(self, samples: list[Sample], failures: dict[int, str]) -> None:
-        """Stop the run, or report that it goes on without these samples."""
+        """Stop the run, which then has not waited for the others, or report that it goes on without these samples."""
+        on_error, first = self.settings.on_error, next(iter(failures.values()))
+        if on_error == "fail":
+            raise RunError(f"{first} (rewards.on_error: fail)")
         count = f"{len(failures)} of {len(samples)} rewards failed"
-        first = next(iter(failures.values()))
-        if self.settings.on_error == "fail":
-            raise RunError(f"{first}; {count} (rewards.on_error: fail)")
         if len(failures) > (allowed := self.allowed(len(samples))):
             limit = f"rewards.max_error_ratio: {self.settings.max_error_ratio:g} allows {allowed}"
-            raise RunError(f"{count}, {limit}; the first: {first}")
-        self.report(f"warning: {count} (rewards.on_error: {self.settings.on_error}); the first: {first}")
+            raise RunError(f"at least {count}, {limit}; the first: {first}")
+        self.report(f"warning: {count} (rewards.on_error: {on_error}); the first: {first}")
 
 
 def failures_of(outcomes: dict[str, list[Outcome]]) -> dict[int, str]:

@@ -51,6 +51,7 @@ TOLERANCE = {"float32": (3e-4, 1e-5, 1e-3), "bfloat16": (0.15, 0.02, 0.1)}
 # Rounded to bfloat16, two experts of a token change places now and then: the local layers show it on a CPU too. So the mean
 # and the share of the tokens count, and the gradients by their norm.
 CHANGED_SHARE, ROUTED_NORM, ROUTED_GRADIENT = 0.15, 0.1, 0.7
+ROUTED_FLOAT32 = 1e-3  # the experts' weights carry attention's rounding on a GPU further
 
 
 SEQUENCE_LENGTHS = (7, 19, 2, 13, 24, 130)
@@ -185,7 +186,9 @@ def test_logprobs_and_gradients_equal_transformers(references, results, case):
     logprobs = {i: x for rank in ranks for i, x in rank[0].items()}
     differences = torch.cat([torch.tensor(logprobs[i][1:]) - expected for i, expected in enumerate(hf_logprobs)]).abs()
     changed, changed_share = (differences > tolerance).float().mean(), 0.0
-    if "moe" in model and dtype == "bfloat16":
+    if "moe" in model and dtype == "float32":
+        tolerance = ROUTED_FLOAT32
+    elif "moe" in model:
         changed_share, norm_tolerance, gradient_tolerance = CHANGED_SHARE, ROUTED_NORM, ROUTED_GRADIENT
     assert changed <= changed_share and differences.mean() < tolerance / 2, differences
     assert all(rank[4] for rank in ranks)

@@ -16,11 +16,12 @@ from megarl.errors import ConfigError, RunError
 from megarl.rewards.model import RewardModel, RewardTokens, read_score
 from megarl.sample import Prompt, Sample, Status
 
-OTHER_TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}A: "
+OTHER_TEMPLATE = "{{ bos_token }}{% for turn in messages %}{{ turn.role }}: {{ turn.content }}\n{% endfor %}A: "
+NO_SUMS = "{% if '1 + 2' in messages[0].content %}{{ raise_exception('no sums') }}{% endif %}"
 NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system here') }}{% endif %}"
 QWEN = {"architectures": ["Qwen2ForSequenceClassification"], "id2label": {"0": "score"}}
 LLAMA = QWEN | {"architectures": ["LlamaForSequenceClassification"]}
-HEAD = {"score.weight": torch.ones(1, 64), "score.bias": torch.zeros(1)}
+WEIGHT, ZERO, ONE = {"score.weight": torch.ones(1, 64)}, {"score.bias": torch.zeros(1)}, {"score.bias": torch.ones(1)}
 MESSAGES = [{"role": "user", "content": "What is 1 + 2?"}]
 
 
@@ -35,7 +36,7 @@ def policy(tmp_path_factory):
 def make_tokens(policy, tmp_path):
     """make_tokens(...) -> RewardTokens of a copy of the policy's folder with a head, and with what is given."""
 
-    def make(head=HEAD, config=QWEN, role="reward_model", tokenizer=None, template=..., data={}):
+    def make(head=WEIGHT | ZERO, config=QWEN, role="reward_model", tokenizer=None, template=..., data={}):
         reward = shutil.copytree(policy, tmp_path / "reward")
         hf = json.loads((reward / "config.json").read_text()) | config
         (reward / "config.json").write_text(json.dumps(hf))
@@ -114,14 +115,13 @@ def test_without_a_template_of_its_own_it_has_that_of_the_data(make_tokens, tmp_
 REFUSED = [
     ({"head": {}}, "reward has no score.weight; a reward model's has shape .1, 64."),
     ({"head": {"score.weight": torch.ones(2, 64)}}, r"reward has a score.weight of shape \(2, 64\)"),
-    ({"head": {"score.weight": HEAD["score.weight"]}, "role": "reward_server"}, "no score.bias, and SGLang's Qwen2ForSequ"
-     "enceClassification would leave it at a random value; valid: with a score.bias of 0, or this one as roles.reward_mo"),
-    ({"head": HEAD | {"score.bias": torch.ones(1)}, "config": LLAMA, "role": "reward_server"},
-     "has a score.bias of 1, and SGLang's LlamaForSequenceClassification leaves it out; valid: without one, or this one"),
-    ({"data": {"max_prompt_tokens": 200}}, r"max_prompt_tokens \+ rollout.sampling.max_new_tokens = 200 \+ 100 = 300 is "
-     "more than the reward model's max_position_embeddings = 256"),
-    ({"template": "{% if '1 + 2' in messages[0].content %}{{ raise_exception('no sums') }}{% endif %}" + OTHER_TEMPLATE},
-     "the chat template refuses messages with roles .*: no sums"),
+    ({"head": WEIGHT, "role": "reward_server"}, "no score.bias, and SGLang's Qwen2ForSequenceClassification would leave "
+     "it at a random value; valid: with a score.bias of 0, or this one as roles.reward_model.path"),
+    ({"head": WEIGHT | ONE, "config": LLAMA, "role": "reward_server"}, "has a score.bias of 1, and SGLang's "
+     "LlamaForSequenceClassification leaves it out; valid: without one, or this one as roles.reward_model.path"),
+    ({"data": {"max_prompt_tokens": 200}}, r"max_prompt_tokens \+ rollout.sampling.max_new_tokens = 200 \+ 100 = 300 "
+     "is more than the reward model's max_position_embeddings = 256"),
+    ({"template": NO_SUMS + OTHER_TEMPLATE}, "the chat template refuses messages with roles .*: no sums"),
     ({"tokenizer": lambda content: content[:-9]}, "the tokenizer in .*reward cannot be loaded: "),
 ]  # fmt: skip
 
@@ -133,9 +133,9 @@ def test_what_would_give_wrong_scores_is_refused_before_the_run(make_tokens, giv
 
 
 ACCEPTED = [
-    {"head": {"score.weight": HEAD["score.weight"]}},
-    {"head": HEAD | {"score.bias": torch.ones(1)}, "config": LLAMA},
-    {"head": HEAD | {"score.bias": torch.ones(1)}, "role": "reward_server"},
+    {"head": WEIGHT},
+    {"head": WEIGHT | ONE, "config": LLAMA},
+    {"head": WEIGHT | ONE, "role": "reward_server"},
     {"config": LLAMA, "role": "reward_server"},
     {"tokenizer": swapped, "data": {"max_prompt_tokens": 200}},  # its own tokens may be fewer
 ]
@@ -149,8 +149,8 @@ def test_what_gives_right_scores_is_accepted(make_tokens, given):
 def test_a_sample_that_the_reward_model_cannot_read_is_named(make_tokens, sample_of):
     tokens = make_tokens()
     short, long = sample_of("three"), sample_of("3" * 250, index=5)
-    with pytest.raises(RunError, match=r"^sample 5 of group 4 has \d+ tokens for the reward model, more than its context "
-                       r"of 256 \(roles.reward_model.path\)$"):  # fmt: skip
+    text = r"^sample 5 of group 4 has \d+ tokens for the reward model, more than its context of 256 \(roles.reward_model"
+    with pytest.raises(RunError, match=text):
         tokens.encode([short, long])
     short.token_ids[-2] = 448
     with pytest.raises(RunError, match="^sample 0 of group 4 has token 448, but the reward model has 448 tokens"):
@@ -170,7 +170,7 @@ def test_a_score_that_is_not_finite_is_an_error_of_who_gave_it(sample_of, score)
     answers = [("the reward model", 0.5), ("reward server 1 (URL)", score)]
     model = RewardModel(tokens, lambda token_ids: lambda: answers, [])
     wait = model.start_score([sample_of("a"), sample_of("b", index=3)])
-    with pytest.raises(RunError, match=r"^reward server 1 \(URL\): the score of sample 3 of group 4 is (nan|inf), which"):
+    with pytest.raises(RunError, match=r"^reward server 1 \(URL\): the score of sample 3 of group 4 is (nan|inf), "):
         wait()
 
 

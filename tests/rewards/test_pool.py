@@ -151,8 +151,7 @@ def test_a_round_that_is_given_up_or_interrupted_leaves_nothing_of_it_to_the_nex
         asked = []
         outcomes = pool.run(samples, give_up=lambda num_failed: asked.append(num_failed) or num_failed > 4)
         assert asked[-1] > 4 >= max(asked[:-1], default=0)
-        text = f"was not waited for: the round was given up with {asked[-1]} failed samples"
-        assert outcomes["late"][3].error == f"reward late of a response to train.jsonl:4 {text}"
+        assert outcomes["late"][3].value is None and outcomes["late"][3].error is None
         with pytest.raises(KeyboardInterrupt):
             pool.run(samples, give_up=interrupt)
         outcomes = pool.run(samples[:3])
