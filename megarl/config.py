@@ -74,8 +74,8 @@ class WarmStartConfig(Section):
 Phase = Literal["generate", "score", "update"]  # of an iteration, by what a role holds on its GPUs meanwhile
 
 
-class RoleConfig(Section):
-    """Layout and memory of one Megatron role; every role has its own."""
+class LayoutConfig(Section):
+    """How a Megatron role is spread over ranks; every role has its own layout."""
 
     nodes: int = Field(1, ge=1)
     gpus_per_node: int = Field(1, ge=1, description="ranks per node; on CPU: processes")
@@ -89,22 +89,9 @@ class RoleConfig(Section):
     context_parallel: int = Field(1, ge=1, description="ranks that share each sequence; GPU with transformer-engine")
     expert_parallel: int = Field(1, ge=1, description="ranks that share a layer's experts")
     expert_tensor_parallel: int = Field(1, ge=1, description="ranks that split each expert's matrices")
-    overlap_grad_reduce: bool = Field(True, description="reduce gradients while the backward pass goes on")
     max_tokens_per_gpu: int = Field(8192, ge=1, description="token budget of a packed micro-batch, per CP rank")
     balance: Literal["tokens", "flops"] = Field("flops", description="what is made equal over data-parallel ranks")
-    recompute: Literal["none", "selective", "full"] = Field(
-        "none", description="activations to compute again in the backward pass: none, recompute_modules, whole layers"
-    )
-    recompute_modules: list[Literal["core_attn", "mlp", "moe"]] | None = Field(
-        None, min_length=1, description="of `selective`; null: mlp, or moe where the model has experts"
-    )
-    offload: Literal["none", "optimizer", "all"] | None = Field(
-        None,
-        description="to host memory: the optimizer and gradients outside of updates; all: weights too while "
-        "generating; null: all where servers share the GPUs, else none",
-    )
     cpus_per_rank: float | None = Field(None, gt=0, description="null: 0.5 on CPU, 1 on GPU")
-    optimizer: OptimizerConfig = OptimizerConfig()
 
     @property
     def world_size(self) -> int:
@@ -127,6 +114,24 @@ class RoleConfig(Section):
         """What data_parallel results from."""
         parts = {"tensor": self.tensor_parallel, "context": self.context_parallel, "pipeline": self.pipeline_parallel}
         return f"world {self.world_size}" + "".join(f" / {name} {size}" for name, size in parts.items())
+
+
+class RoleConfig(LayoutConfig):
+    """Layout, memory and optimizer of a Megatron role that is trained."""
+
+    overlap_grad_reduce: bool = Field(True, description="reduce gradients while the backward pass goes on")
+    recompute: Literal["none", "selective", "full"] = Field(
+        "none", description="activations to compute again in the backward pass: none, recompute_modules, whole layers"
+    )
+    recompute_modules: list[Literal["core_attn", "mlp", "moe"]] | None = Field(
+        None, min_length=1, description="of `selective`; null: mlp, or moe where the model has experts"
+    )
+    offload: Literal["none", "optimizer", "all"] | None = Field(
+        None,
+        description="to host memory: the optimizer and gradients outside of updates; all: weights too while "
+        "generating; null: all where servers share the GPUs, else none",
+    )
+    optimizer: OptimizerConfig = OptimizerConfig()
 
 
 class CriticConfig(RoleConfig):
@@ -168,7 +173,7 @@ class TeacherConfig(ServersConfig):
     path: str = Field(description="Hugging Face folder")
 
 
-class RewardModelConfig(RoleConfig):
+class RewardModelConfig(LayoutConfig):
     """A Megatron engine that scores for the reward `model`: an exported reward model, on GPUs of its own, as it is."""
 
     path: str = Field(description="Hugging Face folder of a sequence classifier with one score")
@@ -189,14 +194,14 @@ class RolesConfig(Section):
     reward_server: RewardServerConfig | None = Field(None, description="null: none")
 
     @property
-    def megatron(self) -> dict[str, RoleConfig]:
+    def megatron(self) -> dict[str, LayoutConfig]:
         """The roles that are Megatron engines of their own."""
         roles = {"actor": self.actor, "critic": self.critic, "reward_model": self.reward_model}
         return {name: role for name, role in roles.items() if role is not None}
 
     @property
     def trained(self) -> dict[str, RoleConfig]:
-        """Those of them with an optimizer."""
+        """Those of them that are trained."""
         return {name: role for name, role in self.megatron.items() if name != "reward_model"}
 
 

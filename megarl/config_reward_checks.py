@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from megarl.config_errors import covers, nearest
-from megarl.config_section import changed_keys
+from megarl.config_errors import nearest
 from megarl.config_unread import unread
 from megarl.config_violation import Violation, in_yaml, listed
 from megarl.errors import ConfigError
@@ -21,7 +20,6 @@ IGNORES_REWARD = {  # advantages that do not read Sample.reward
     "distillation": "distillation learns from the teacher's log-probs alone",
 }
 ROLES = ("roles.reward_model", "roles.reward_server")  # what gives the reward `model`
-OF_TRAINING = ("optimizer", "recompute", "recompute_modules", "overlap_grad_reduce", "offload")  # keys of a role
 
 
 def check_functions(config: "Config") -> Iterator[Violation]:
@@ -111,14 +109,4 @@ def check_unread(config: "Config") -> Iterator[Violation]:
     yield from unread(config, reasons)
 
 
-def check_frozen(config: "Config") -> Iterator[Violation]:
-    role = config.roles.reward_model
-    if role is None:
-        return
-    for key, value, other in changed_keys(role, type(role)(path=role.path)):
-        if covers(OF_TRAINING, key):
-            text = f"given {in_yaml(value)}, but the reward model is not trained and stays on its GPUs; valid: "
-            yield Violation(text + in_yaml(other), (f"roles.reward_model.{key}",))
-
-
-REWARD_CHECKS = (check_functions, check_sum, check_model, check_frozen, check_unread)
+REWARD_CHECKS = (check_functions, check_sum, check_model, check_unread)

@@ -30,6 +30,8 @@ def check_role_model(config: "Config", name: str, shape: ModelShape) -> Iterator
     yield from check_heads(config, name, shape)
     yield from check_layers(config, name, shape)
     yield from check_experts(config, name, shape)
+    if name in config.roles.trained:
+        yield from check_recomputed_modules(config, name, shape)
 
 
 def check_layout(config: "Config", name: str) -> Iterator[Violation]:
@@ -99,12 +101,20 @@ def why_not_transformer_engine(config: "Config") -> str | None:
 
 
 def check_recompute(config: "Config", name: str) -> Iterator[Violation]:
-    role = config.roles.megatron[name]
+    role = config.roles.trained[name]
     if role.recompute_modules is not None and role.recompute != "selective":
         yield Violation(
             f"given {role.recompute_modules}, but roles.{name}.recompute is {role.recompute}; they are for selective",
             (f"roles.{name}.recompute_modules", f"roles.{name}.recompute"),
         )
+
+
+def check_recomputed_modules(config: "Config", name: str, shape: ModelShape) -> Iterator[Violation]:
+    modules = config.roles.trained[name].recompute_modules or []
+    missing, present, why = ("mlp", "moe", "experts in place of MLPs") if shape.num_experts else ("moe", "mlp", "no experts")
+    if missing in modules:
+        text = f"given {modules}, but the model ({shape.family}) has {why}; valid: core_attn, {present}"
+        yield Violation(text, (f"roles.{name}.recompute_modules", "model.path"))
 
 
 def check_heads(config: "Config", name: str, shape: ModelShape) -> Iterator[Violation]:
@@ -146,9 +156,6 @@ def check_experts(config: "Config", name: str, shape: ModelShape) -> Iterator[Vi
             if getattr(role, key) > 1:
                 text = f"given {getattr(role, key)}, but the model ({shape.family}) has no experts; valid: 1"
                 yield Violation(text, (keys[key], "model.path"))
-        if "moe" in (role.recompute_modules or []):
-            text = f"given {role.recompute_modules}, but the model ({shape.family}) has no experts; valid: core_attn, mlp"
-            yield Violation(text, (f"roles.{name}.recompute_modules", "model.path"))
         return
     if not 1 <= shape.experts_per_token <= shape.num_experts or shape.moe_ffn_hidden_size < 1:
         yield Violation(
@@ -169,9 +176,6 @@ def check_experts(config: "Config", name: str, shape: ModelShape) -> Iterator[Vi
             f"{shape.moe_ffn_hidden_size}; valid: {listed(divisors(shape.moe_ffn_hidden_size))}",
             (keys["expert_tensor_parallel"], "model.path"),
         )
-    if "mlp" in (role.recompute_modules or []):
-        text = f"given {role.recompute_modules}, but the model ({shape.family}) has experts in place of MLPs; valid: core_attn, moe"
-        yield Violation(text, (f"roles.{name}.recompute_modules", "model.path"))
     tensor, expert_tensor = role.tensor_parallel, role.expert_tensor_parallel
     if resolve_device(config) == "cpu" and expert_tensor > 1 and (role.expert_parallel > 1 or expert_tensor != tensor):
         also = f", or {tensor} with expert_parallel 1" if tensor > 1 else ""

@@ -8,6 +8,7 @@ from megarl.data.responses import load_responses, with_score_token
 from megarl.data.sources import weights_of
 from megarl.data.stream import check_enough, first_rows
 from megarl.engine.hf.shape import ModelShape
+from megarl.rewards.model import RewardTokens
 from megarl.rollout.teacher import check_same_tokens
 from megarl.sample import Prompt, Sample
 
@@ -29,6 +30,9 @@ class Inputs:
         if data.validation:
             prompts = load_prompts(data.validation, data, self.tokenizer, self.context_length)
             self.validation = first_rows(prompts, config.trainer.evaluate_prompts, len(data.validation))
+        self.reward_tokens: RewardTokens | None = None
+        if config.roles.reward_model or config.roles.reward_server:
+            self.reward_tokens = RewardTokens(config, self.tokenizer, self.prompts)
         self.warm_start: list[Sample] = []
         if rows := config.warm_start.data:
             self.warm_start = load_responses(rows, data, self.tokenizer, self.context_length, ("response_key",))

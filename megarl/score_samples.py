@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from megarl.cluster.cluster import Cluster
+from megarl.cluster.placement import REWARD_SERVER, SERVER
 from megarl.config import Config
 from megarl.data import chat, toy
 from megarl.data.dataset import parse_prompt
@@ -38,8 +39,9 @@ def run(config: Config, samples_file: str | None, num_prompts: int | None, print
     samples = read_samples(samples_file, config, inputs) if samples_file else None
     # Nothing but what answers here is started, and on GPUs of its own.
     alone = config.model_copy(update={"placement": "disaggregated"})
-    roles = [name for name in ("reward_model", "reward_server") if getattr(config.roles, name) is not None]
-    parts = roles + ["rollout"] * (samples is None)
+    parts = {SERVER} if samples is None else set()
+    if tokens := inputs.reward_tokens:
+        parts.add(REWARD_SERVER if tokens.role == "reward_server" else tokens.role)
     with ExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="megarl-reward-")))
         all_may_fail = config.rewards.model_copy(update={"on_error": "drop_sample", "max_error_ratio": 1.0})
@@ -47,7 +49,8 @@ def run(config: Config, samples_file: str | None, num_prompts: int | None, print
         if parts:
             cluster = stack.enter_context(Cluster(alone, resolve_device(config), logs, report=print_line, parts=parts))
             cluster.start_servers()
-            scorer.model = RewardModel.start(stack, config, cluster, inputs.tokenizer) if roles else None
+        if tokens:
+            scorer.model = RewardModel.start(stack, config, cluster, tokens)
         if samples is None:
             samples = generate(stack, config, cluster, inputs, num_prompts or config.algorithm.prompts_per_step)
         scored = scorer.score(samples)

@@ -23,6 +23,7 @@ from megarl.monitor.run_directory import RunDirectory
 from megarl.monitor.skipped import SkippedUpdates, nonfinite_fields
 from megarl.monitor.timing import timed
 from megarl.prepare import prepare
+from megarl.rewards.model import RewardModel
 from megarl.rewards.scorer import Scorer
 from megarl.rewards.self_test import why_constant
 from megarl.rollout.fleet import Fleet
@@ -124,6 +125,9 @@ class Trainer:
             critic.place("generate")
             actor.place("update")
             fleet.watched.append(critic)
+        if inputs.reward_tokens:
+            scorer.model = RewardModel.start(stack, config, cluster, inputs.reward_tokens)
+            fleet.watched += scorer.model.ranks
         console.live_paths(actor.live_paths)
         if config.debug.sync_checksum:
             fleet.attach(actor)  # before anything is trained: it compares with the model folder
@@ -214,7 +218,7 @@ class Trainer:
 
     @property
     def offloads(self) -> bool:
-        offloads = [role.offload for role in self.config.roles.megatron.values()]
+        offloads = [role.offload for role in self.config.roles.trained.values()]
         return self.config.placement == "colocated" or any(offload not in (None, "none") for offload in offloads)
 
     def memory(self, phase: Phase) -> dict[str, float]:

@@ -4,7 +4,7 @@ import contextlib
 import os
 import shutil
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Literal
 
@@ -38,12 +38,17 @@ class Cluster:
         log_directory: Path,
         run_id: str | None = None,
         report: Callable[[str], None] = print,
+        parts: Collection[str] | None = None,
     ):
-        """All that is started carries `run_id`, by default a new one; `report` gets the lines of a wait for room."""
+        """All that is started carries `run_id`, by default a new one; `report` gets the lines of a wait for room.
+
+        `parts`: roles, and kinds of servers as `placement.SERVERS` names them, that there is to be room for; None: all.
+        """
         self.tag = RunTag.of_this_process(run_id or new_run_id(config.name))
         self.report = report
         self.config = config
         self.device = device
+        self.parts = parts
         self.log_directory = log_directory.resolve()
         self._on_exit = contextlib.ExitStack()
         self._servers: dict[str, ray.actor.ActorHandle] = {}
@@ -53,7 +58,8 @@ class Cluster:
     def __enter__(self) -> "Cluster":
         with contextlib.ExitStack() as stack:
             self._start_ray(stack)
-            self._requests = placement.group_requests(self.config, self.device)
+            requests = placement.group_requests(self.config, self.device)
+            self._requests = [request for request in requests if self._has(request.role)]
             self._groups = placement.place(
                 self._requests, self.tag.run_id, self.config.cluster.placement_timeout_s, self.report
             )
@@ -68,11 +74,14 @@ class Cluster:
             if isinstance(error, RunError) and (deaths := self._deaths(str(error))):
                 raise RunError("\n".join([str(error), *deaths])) from error
 
+    def _has(self, part: str) -> bool:
+        return self.parts is None or part in self.parts
+
     def start_servers(self) -> None:
-        """Start the servers of all sections and return at once; `wait_servers`, `wait_teachers` and
+        """Start all servers and return at once; `wait_servers`, `wait_teachers` and
         `wait_reward_servers` wait for them, `check_servers` does not."""
         for section, servers in self.config.servers.items():
-            for index in range(servers.servers):
+            for index in range(servers.servers if self._has(placement.SERVERS[section]) else 0):
                 self._servers[f"{placement.SERVERS[section]} {index}"] = self._server(section, index)
         self._ready = {name: server.start.remote() for name, server in self._servers.items()}
 

@@ -32,7 +32,7 @@ class Scored:
 class Scorer:
     """Use as a context: it has processes of its own. They start while it is entered, and go on with that meanwhile.
 
-    `model` gives the reward of that name; `report` gets a line for each round in which rewards failed.
+    `report` gets a line for each round in which rewards failed.
     """
 
     def __init__(
@@ -41,12 +41,11 @@ class Scorer:
         settings: RewardsConfig,
         report: Callable[[str], None],
         logs: Path | None = None,
-        model: "RewardModel | None" = None,
     ):
         self.rewards = rewards
         self.settings = settings
         self.report = report
-        self.model = model
+        self.model: RewardModel | None = None  # gives the reward of that name; what it needs may start after this
         calls = [
             Call(name, part.function or name, part.options)
             for name, part in rewards.items()

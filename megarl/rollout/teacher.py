@@ -12,7 +12,7 @@ from megarl.config import Config
 from megarl.data.chat import read_tokenizer
 from megarl.engine.hf.shape import ModelShape
 from megarl.errors import ConfigError, RunError
-from megarl.rollout.client import POLL_S, RolloutClient
+from megarl.rollout.client import RolloutClient
 from megarl.sample import Sample
 
 if TYPE_CHECKING:
@@ -59,14 +59,8 @@ class Teacher:
         return wait
 
     def _result(self, pending: concurrent.futures.Future) -> list[list[float]]:
-        done = False
-        while not done:
-            done = bool(concurrent.futures.wait([pending], timeout=POLL_S).done)
-            if dead := self.client.take_dead():
-                names = (f"teacher server {self._urls.index(url)} ({url}) is gone: {why}" for url, why in dead.items())
-                raise RunError("; ".join(names))
         try:
-            return pending.result()
+            return self.client.result_or_death(pending, self._urls, "teacher server")
         except RunError as error:
             raise RunError(f"scoring by the teacher: {error}") from error
 
