@@ -22,12 +22,12 @@ TAG = "MEGARL_TEST_RUN"  # in the environment of a run and so of all its descend
 
 
 class Run:
-    """`megarl train ...` as a child; use as a context, which fails if any process or shared memory outlives it.
+    """`megarl train ...`, or another command, as a child; use as a context, which fails if any process or shared memory outlives it.
 
     `inside` is a command that runs the command after it, elsewhere.
     """
 
-    def __init__(self, folder: Path, *arguments: str, inside: tuple[str, ...] = ()):
+    def __init__(self, folder: Path, *arguments: str, inside: tuple[str, ...] = (), command: str = "train"):
         self.folder = folder
         self.tag = uuid.uuid4().hex
         self.shared_memory = shared_memory()
@@ -36,7 +36,7 @@ class Run:
         environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         with open(self.output_path, "wb") as output:
             self.process = subprocess.Popen(
-                [*inside, sys.executable, "-c", DIES_WITH_THE_TEST, "train", *arguments],
+                [*inside, sys.executable, "-c", DIES_WITH_THE_TEST, command, *arguments],
                 cwd=folder,
                 env=environment,
                 stdout=output,
