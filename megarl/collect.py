@@ -26,9 +26,7 @@ class Collector:
         self.prompts = PromptStream(inputs.prompts, config.seed, inputs.weights)
         self.kept: list[list[Sample]] = []
         self.num_groups = 0  # of the run: their numbers
-        self.parts: list[str] | None = None  # of the reward, where each makes an advantage of its own
-        if config.algorithm.advantage == "gdpo":
-            self.parts = [part for part, weight in config.algorithm.reward_weights.items() if weight]
+        self.parts = config.algorithm.compared_parts
 
     def next(self, step: int, times: dict[str, float]) -> tuple[list[Sample], list[Sample], dict[str, float]]:
         """(the step's samples in whole groups, all that were generated for it, metrics of the latter).

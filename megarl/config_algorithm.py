@@ -158,6 +158,13 @@ class AlgorithmConfig(Section):
         return {name: part.weight for name, part in self.reward.items()}
 
     @property
+    def compared_parts(self) -> list[str] | None:
+        """The rewards of which each makes an advantage of its own; None: their sum makes it."""
+        if self.advantage != "gdpo":
+            return None
+        return [name for name, weight in self.reward_weights.items() if weight]
+
+    @property
     def preset(self) -> "AlgorithmConfig":
         """All keys as the preset leaves them."""
         return type(self)(name=self.name)

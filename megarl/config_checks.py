@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from megarl.config_algorithm_checks import check_algorithm
 from megarl.config_data_checks import DATA_CHECKS
-from megarl.config_guards import check_guards
 from megarl.config_role_checks import check_role, check_role_model, check_transformer_impl
 from megarl.config_violation import Violation, divisors, listed
 from megarl.engine.hf import FAMILIES
@@ -270,7 +269,6 @@ CHECKS = (
     check_placement,
     check_checksum,
     check_server_args_of_all,
-    check_guards,
     check_algorithm,
 )
 

@@ -1,6 +1,7 @@
 """What the data's section allows: sources that are there, columns that mean one thing each."""
 
 import itertools
+import os.path
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +16,7 @@ def check_data(config: "Config") -> Iterator[Violation]:
     data = config.data
     files = [(f"data.{key}", s.path) for key in ("train", "validation") for s in getattr(data, key) or []]
     for key, file in [*files, ("warm_start.data", config.warm_start.data)]:
-        if file is not None and not is_toy_file(config, file) and not Path(file).is_file():
+        if file is not None and not is_toy_file(config, file) and not os.path.isfile(file):
             yield Violation(f"no such file: {file}", (key, "toy.folder"))
 
 
@@ -56,10 +57,17 @@ def check_columns(config: "Config") -> Iterator[Violation]:
             yield Violation(text, (f"data.{second}", f"data.{first}", "algorithm.name"))
 
 
+def check_overlong(config: "Config") -> Iterator[Violation]:
+    overlong, name = config.data.overlong, config.algorithm.name
+    if config.algorithm.is_supervised and overlong.startswith("truncate"):
+        text = f"given {overlong}, but with algorithm.name: {name} a row that is too long is refused; valid: refuse"
+        yield Violation(text, ("data.overlong", "algorithm.name"))
+
+
 def check_chat_template(config: "Config") -> Iterator[Violation]:
     """A name can only be looked up with the tokenizer; a file must be there."""
     template = config.data.chat_template
-    if template is not None and ("/" in template or template.endswith(".jinja")) and not Path(template).is_file():
+    if template is not None and ("/" in template or template.endswith(".jinja")) and not os.path.isfile(template):
         yield Violation(f"no such file: {template}", ("data.chat_template",))
 
 
@@ -70,4 +78,4 @@ def is_toy_file(config: "Config", file: str) -> bool:
     return config.toy is not None and Path(file) in [Path(config.toy.folder) / name for name in FILES]
 
 
-DATA_CHECKS = (check_data, check_sources, check_columns, check_chat_template)
+DATA_CHECKS = (check_data, check_sources, check_columns, check_overlong, check_chat_template)

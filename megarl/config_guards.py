@@ -1,6 +1,7 @@
 """The guards' section of the config: from which metrics on `megarl.monitor.guards` raises an alarm.
 
 The defaults are silent in the quickstart, for 150 steps too, and under the algorithms of benchmarks/algorithms.py.
+A guard whose metrics a run does not have is silent as well: to set it up all the same is refused.
 """
 
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 
 from megarl.config_section import Section
+from megarl.config_unread import Unread, unread
 from megarl.config_violation import Violation
 
 if TYPE_CHECKING:
@@ -94,8 +96,6 @@ class GradNormConfig(GuardConfig):
 
 
 class GuardsConfig(Section):
-    """A guard whose metrics a run does not have is silent."""
-
     repeat_every: int = Field(50, ge=1, description="steps after which an alarm that lasts is raised again")
     constant_reward: ConstantRewardConfig = ConstantRewardConfig()
     kl: KLGuardConfig = KLGuardConfig()
@@ -113,3 +113,26 @@ def check_guards(config: "Config") -> Iterator[Violation]:
     if high is not None and low is not None and low >= high:
         text = f"given {low:g}, but guards.kl.high is {high:g}: between them is no band; valid: less than that"
         yield Violation(text, ("guards.kl.low", "guards.kl.high"))
+    yield from unread(config, without_metrics(config))
+
+
+def without_metrics(config: "Config") -> Unread:
+    """The guards that would never say anything in this run."""
+    algorithm, reasons = config.algorithm, {}
+    if not config.roles.reference.enabled:
+        why = "roles.reference.enabled is false: there is no kl/ref"
+        reasons["guards.kl"] = (why, "roles.reference.enabled")
+    if algorithm.old_logprobs == "rollout":
+        why = "with algorithm.old_logprobs: rollout the trainer scores nothing"
+        reasons |= dict.fromkeys(("guards.entropy", "guards.mismatch"), (why, "algorithm.old_logprobs"))
+    if config.data.validation is None:
+        reasons["guards.reward_hacking"] = ("data.validation is null: there is no held-out reward", "data.validation")
+    if algorithm.group_size == 1:
+        reasons["guards.duplicates"] = ("algorithm.group_size is 1: there are no groups", "algorithm.group_size")
+    if algorithm.advantage == "distillation":
+        why = "distillation learns from the teacher's log-probs alone"
+        reasons["guards.constant_reward"] = (why, "algorithm.advantage")
+    if not algorithm.reward:
+        why = ("algorithm.reward is null: there are no rewards", "algorithm.reward")
+        reasons |= dict.fromkeys((f"guards.{name}" for name in ("constant_reward", "duplicates", "reward_hacking")), why)
+    return reasons

@@ -1,6 +1,6 @@
 """What the rewards allow: functions that exist, with options that they have, in sums that mean something."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
@@ -9,7 +9,7 @@ from megarl.config_errors import nearest
 from megarl.config_unread import unread
 from megarl.config_violation import Violation, in_yaml, listed
 from megarl.errors import ConfigError
-from megarl.rewards import MODEL, REWARDS, find, options_model
+from megarl.rewards import MODEL, REWARDS, find, options_model, takes_all
 
 if TYPE_CHECKING:
     from megarl.config import Config
@@ -19,6 +19,7 @@ IGNORES_REWARD = {  # advantages that do not read Sample.reward
     "gdpo": "gdpo reads the parts of a reward, not their sum",
     "distillation": "distillation learns from the teacher's log-probs alone",
 }
+OWN_LIMITS = ("deadline_s", "timeout_s")  # options that limit a call from within: all of it, or what has only this one
 ROLES = ("roles.reward_model", "roles.reward_server")  # what gives the reward `model`
 
 
@@ -33,10 +34,12 @@ def check_functions(config: "Config") -> Iterator[Violation]:
             continue
         try:
             function = find(part.function or name)
+            schema = options_model(function)
         except ConfigError as error:
             yield Violation(str(error), (key if part.function is None else f"{key}.function", "algorithm.reward"))
             continue
-        yield from check_options(part, options_model(function), f"{key}.options")
+        yield from check_options(part, schema, f"{key}.options")
+        yield from check_limit(config, part, function, f"{key}.options")
 
 
 def check_options(part: "RewardConfig", schema: type, key: str) -> Iterator[Violation]:
@@ -58,7 +61,21 @@ def check_options(part: "RewardConfig", schema: type, key: str) -> Iterator[Viol
             yield Violation("missing, a required option", keys)
         else:
             reason = detail.get("ctx", {}).get("error") or detail["msg"]  # a ValueError of the reward's own says it all
-            yield Violation(f"given {in_yaml(detail['input'])}: {reason}", keys)
+            given = f"given {in_yaml(detail['input'])}" if name in part.options else f"its default is {detail['input']!r}"
+            yield Violation(f"{given}: {reason}", keys)
+
+
+def check_limit(config: "Config", part: "RewardConfig", function: Callable, key: str) -> Iterator[Violation]:
+    """Where the pool's limit comes first, what a reward says at its own is never heard."""
+    fields = options_model(function).model_fields
+    own = next((name for name in OWN_LIMITS if name in fields), None)
+    if own is None:
+        return
+    limit = "batch_timeout_s" if takes_all(function) else "timeout_s"
+    given, most = part.options.get(own, fields[own].default), getattr(config.rewards, limit)
+    if isinstance(given, int | float) and given >= most:  # other types are refused as such
+        text = f"{given:g} s, but rewards.{limit} = {most:g} ends each call by then; valid: less, or more there"
+        yield Violation(text, (f"{key}.{own}", f"rewards.{limit}", key))
 
 
 def check_sum(config: "Config") -> Iterator[Violation]:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from megarl.config_guards import check_guards
 from megarl.config_reward_checks import IGNORES_REWARD, REWARD_CHECKS
 from megarl.config_unread import Unread, unread
 from megarl.config_violation import Violation, in_yaml
@@ -252,6 +253,7 @@ RL_CHECKS = (
     check_kl,
     check_reference,
     *REWARD_CHECKS,
+    check_guards,
     check_shaping,
     check_dynamic_sampling,
     check_overlong,

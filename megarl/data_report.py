@@ -50,6 +50,8 @@ def run(options: argparse.Namespace, report: Callable[[str], None] = print) -> i
                 raise ConfigError(f"{', '.join(map(_flag, given))}: a conversion takes no other option")
             report(f"wrote {convert_to(target, out):,} rows to {out}")
             return 0
+    if options.max_prompt_tokens is not None and options.max_prompt_tokens < 1:
+        raise ConfigError(f"--max-prompt-tokens {options.max_prompt_tokens}: wanted 1 or more")
     if options.max_prompt_tokens is not None and options.tokenizer is None:
         raise ConfigError(f"--max-prompt-tokens {options.max_prompt_tokens}: wants --tokenizer FOLDER, to count by")
     keys = {what: getattr(options, f"{what}_key") for what in USUAL_NAMES}

@@ -165,9 +165,9 @@ class Trainer:
         start = time.perf_counter()
         self.place("generate", times)
         samples, generated, metrics = self.collector.next(step, times)
+        self.run.log_samples(step, generated[: self.config.trainer.num_logged_samples])
         if step == 1:
             self.check_constant(generated)
-        self.run.log_samples(step, generated[: self.config.trainer.num_logged_samples])
         memory = self.memory("generate")
         self.place("score", times)
         with timed(times, "logprob"):

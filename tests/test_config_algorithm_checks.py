@@ -198,6 +198,7 @@ REFUSED = {  # overrides -> what the one line says
     (SFT, "algorithm.preference={beta: 0.2}"):
         "preference.beta: given 0.2, but algorithm.name: sft learns from the rows",
     (DPO, "algorithm.group_size=8"): "for dpo a row of data.train is 2 sample(s); valid: 2",
+    (SFT, "data.overlong=truncate_left"): "given truncate_left, but with algorithm.name: sft a row that is too long is",
     (SFT, "algorithm.group_size=8"): "for sft a row of data.train is 1 sample(s); valid: 1",
     (DPO, "algorithm.prompts_per_step=3", "algorithm.mini_batch_size=3"): "given 3, but algorithm.prompts_per_step * "
     "algorithm.group_size = 3 * 2 = 6 is to be divided into whole pairs; nearest valid mini_batch_size: 2, 6",

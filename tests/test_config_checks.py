@@ -70,8 +70,9 @@ def test_prompt_and_response_must_fit_the_context(folder):
 
 
 def test_data_files_must_exist(folder):
-    lines = refusal("data.train=a.jsonl", "data.validation=model", "warm_start.data=c.jsonl")
-    assert [line.split(": ")[-1] for line in lines] == ["a.jsonl", "model", "c.jsonl"]
+    no_name = "x" * 256  # longer than a file's may be
+    lines = refusal("data.train=a.jsonl", f"data.validation=[model, {no_name}]", "warm_start.data=c.jsonl")
+    assert [line.split(": ")[-1] for line in lines] == ["a.jsonl", "model", no_name, "c.jsonl"]
 
 
 def test_a_chat_template_that_looks_like_a_file_must_be_one(folder):

@@ -8,7 +8,7 @@ from end_to_end import ROOT, Run, steps
 KEYS = {
     "step", "reward/mean", "reward/std", "kl/ref", "loss/policy", "grad_norm", "entropy", "rollout/logprob_diff_mean",
     "rollout/logprob_diff_max", "response/length_mean", "response/truncated_ratio", "group/zero_std_ratio",
-    "time/generate_s", "time/reward_s", "time/logprob_s", "time/update_s", "time/sync_s", "time/step_s", "perf/tokens_per_s",
+    "reward/errors", "reward/latency_p50_s", "reward/latency_p99_s", "time/generate_s", "time/reward_s", "time/logprob_s", "time/update_s", "time/sync_s", "time/step_s", "perf/tokens_per_s",
 }  # fmt: skip
 NUM_STEPS = 30
 
@@ -33,13 +33,17 @@ def test_mean_reward_and_held_out_accuracy_rise(run):
 def test_run_directory_and_metrics_are_complete(run):
     path = run.folder / "runs/test"
     assert {"config.yaml", "env.json", "metrics.jsonl", "samples.jsonl", "logs", "checkpoints"} <= {p.name for p in path.iterdir()}
-    assert {p.name for p in (path / "logs").iterdir()} == {"actor-0.log", "actor-1.log", "server-0.log"}
+    assert {p.name for p in (path / "logs").iterdir()} == {
+        *("actor-0.log", "actor-1.log", "server-0.log", "reward.log", "reward-0.log"),
+    }
     assert [p.name for p in (path / "checkpoints").iterdir()] == [f"step_{NUM_STEPS:06d}"]
     env = json.loads((path / "env.json").read_text())
     assert f"step {NUM_STEPS}/{NUM_STEPS}" in run.output and f"are in {path.resolve()}" in run.output
     assert env["seed"] == 1 and env["versions"]["sglang"] and "train" in env["command"]
     for number, metrics in enumerate(steps(path), start=1):
-        assert KEYS <= metrics.keys() and metrics["step"] == number
+        assert KEYS <= metrics.keys() and metrics["step"] == number and metrics["guards/alarms"] == 0
+    position = json.loads((path / "checkpoints" / f"step_{NUM_STEPS:06d}" / "data.json").read_text())
+    assert position["taken"] == [NUM_STEPS * 16]
 
 
 def test_trainer_and_server_agree_at_every_step(run):

@@ -220,11 +220,19 @@ def test_groups_of_equal_rewards_that_differ_between_them_teach_a_group_relative
     assert "loud" not in log.names()
 
 
+def test_a_part_that_is_only_logged_is_none_that_gdpo_learns_from():
+    reward = {"length": {"options": {"high": 9}}, "completed": 0.0}
+    make(log := Log(), name="gdpo", reward=reward).step(1)
+    assert log.of("loud")[0][0][0].startswith("all 4 rewards are 0: ")
+    make(log := Log(), name="gdpo", reward=reward | {"completed": 0.1}).step(1)
+    assert "loud" not in log.names()
+
+
 def test_equal_rewards_in_the_first_step_stop_the_run_if_that_is_wanted():
     trainer = make(log := Log(), statuses=EQUAL, sections={"rewards": {"on_constant": "stop"}})
     with pytest.raises(RunError, match="rewards.on_constant: stop: all 4 rewards are 0: "):
         trainer.step(1)
-    assert "train actor" not in log.names()
+    assert "train actor" not in log.names() and trainer.logged == [0.0] * 4
 
 
 def test_a_guard_warns_or_stops_the_run():

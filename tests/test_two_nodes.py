@@ -152,10 +152,20 @@ def start_node(folder: Path, name: str, place: Place, tag: str, cpus: int, role:
 @pytest.mark.parametrize(
     "layout, ranks, servers",
     [
-        (("roles.actor.cpus_per_rank=1.5",), [["actor-0", "actor-1"], []], [[], ["server-0"]]),
-        ((*ONE_RANK_EACH, "roles.actor.cpus_per_rank=1"), [["actor-0"], ["actor-1"]], [["server-0"], []]),
+        pytest.param(
+            ("roles.actor.cpus_per_rank=1.5",),
+            [["actor-0", "actor-1"], []],
+            [[], ["server-0"]],
+            id="actor on one, server on the other",
+            marks=pytest.mark.soak,
+        ),
+        pytest.param(
+            (*ONE_RANK_EACH, "roles.actor.cpus_per_rank=1"),
+            [["actor-0"], ["actor-1"]],
+            [["server-0"], []],
+            id="actor on both",
+        ),
     ],
-    ids=["actor on one, server on the other", "actor on both"],
 )
 def test_a_run_over_two_nodes_trains_syncs_and_leaves_nothing_in_the_cluster(tmp_path, nodes, layout, ranks, servers):
     overrides = [f"cluster.ray_address={nodes.ray_address}", "name=test", "trainer.steps=3", *layout]

@@ -90,8 +90,9 @@ def gdpo(samples: list[Sample], reward_weights: dict[str, float] | None = None) 
     """A_i = s_i / std(s) over all samples of the batch, with s_i = sum over the reward parts k of
     reward_weights[k] * (r_ik - mean(r_k)) / std(r_k), mean and std of part k over the group.
 
-    GDPO (arXiv:2601.05242), equations 4 to 7. The batch's mean is 0 by construction. Weights are 1 if not given.
-    `.reward` is not used. RunError: samples of a group differ in their parts, or a part is not finite or has no weight.
+    GDPO (arXiv:2601.05242), equations 4 to 7. The batch's mean is 0 by construction. Weights are 1 if not given; where
+    they are, parts without one are left out. `.reward` is not used. RunError: there are no parts, samples of a group
+    differ in theirs, or one is not finite.
     """
     groups = _groups(samples)
     summed: list[float] = []
@@ -122,19 +123,21 @@ def distillation(samples: list[Sample]) -> None:
 
 
 def _part_weights(group: list[Sample], weights: dict[str, float] | None) -> dict[str, float]:
-    """Of the parts that all samples of the group have."""
-    names = sorted(group[0].reward_parts)
+    """Of the parts that all samples of the group have; where weights are given, of those that have one."""
+
+    def names_of(sample: Sample) -> list[str]:
+        return sorted(name for name in sample.reward_parts if weights is None or name in weights)
+
+    names = names_of(group[0])
+    of_these = "" if weights is None else f" of {sorted(weights)}"
     for sample in group:
         parts, where = sample.reward_parts, f"gdpo: sample {sample.index} of group {sample.group_id}"
-        if not parts or sorted(parts) != names:
-            raise RunError(f"{where} has reward parts {sorted(parts)}: wanted at least one, and as its group {names}")
-        if not all(map(math.isfinite, parts.values())):
+        if not names or names_of(sample) != names:
+            text = f"{where} has reward parts {sorted(parts)}: wanted at least one{of_these}, and as its group {names}"
+            raise RunError(text)
+        if not all(math.isfinite(parts[name]) for name in names):
             raise RunError(f"{where} has reward parts {parts}: wanted finite numbers")
-    if weights is None:
-        return dict.fromkeys(names, 1.0)
-    if missing := [name for name in names if name not in weights]:
-        raise RunError(f"gdpo: reward parts {missing} have no weight; weights are given for {sorted(weights)}")
-    return {name: weights[name] for name in names}
+    return {name: 1.0 if weights is None else weights[name] for name in names}
 
 
 def _groups(samples: list[Sample]) -> list[list[Sample]]:

@@ -1,5 +1,6 @@
 """The only caller of the chat template, and the only loader of tokenizers. Importing it does not load transformers."""
 
+import os
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,7 @@ def load_tokenizer(model_path: str | Path, chat_template: str | None = None) -> 
     """The tokenizer of a local Hugging Face folder with the chat template of `resolve_template`; never the network.
 
     Raises ConfigError where the folder, its tokenizer, its chat template or its end-of-turn token is missing, and for a
-    template that does not show what a user says, or gives more than one BOS.
+    template that does not show what a user says, has no generation prompt, or gives more than one BOS.
     """
     tokenizer = read_tokenizer(model_path)
     tokenizer.chat_template = resolve_template(tokenizer, chat_template)
@@ -112,7 +113,7 @@ def resolve_template(tokenizer: "PreTrainedTokenizerBase", chat_template: str | 
             f"model.path: the tokenizer in {tokenizer.name_or_path} has no chat template; data.chat_template gives it "
             "one: a file, or chatml"
         )
-    if Path(chat_template).is_file():
+    if os.path.isfile(chat_template):
         try:
             return Path(chat_template).read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
@@ -137,6 +138,24 @@ def check_template(tokenizer: "PreTrainedTokenizerBase") -> None:
         if probe not in text:
             raise ConfigError(f"the chat template does not show the user's text {probe!r}; {_rendered(text)}")
         _encode(tokenizer, text)
+    _check_generation_prompt(tokenizer)
+
+
+def _check_generation_prompt(tokenizer: "PreTrainedTokenizerBase") -> None:
+    """Raise ConfigError for a template that heads an answer with something that no prompt ends with: the model would
+    have to write it. Many templates need no heading, as [/INST] is enough; some take no answers at all."""
+    user, answer = ({"role": role, "content": probe} for role, probe in zip(("user", "assistant"), PROBES))
+    text = render_text(tokenizer, [user])
+    if text != render_text(tokenizer, [user], add_generation_prompt=False):
+        return
+    try:
+        before, _, _ = render_text(tokenizer, [user, answer]).partition(answer["content"])
+    except ConfigError:
+        return
+    heading = before.removeprefix(text)
+    if heading != before and heading.strip():
+        wanted = f"ends a prompt with the {heading!r} that an answer begins with"
+        raise ConfigError(f"a chat template {wanted} (add_generation_prompt); {_rendered(text)}")
 
 
 def render(
@@ -146,9 +165,10 @@ def render(
     one, or where the tokenizer puts one before every text (add_bos_token); else with none.
 
     Raises ConfigError where the template refuses the messages (roles that do not alternate, say), gives two BOS or
-    leaves out the tools, and where a text contains the BOS token.
+    leaves out the tools or a message, and where a text contains the BOS token.
     """
     text = render_text(tokenizer, messages, tools)
+    _refuse_left_out(tokenizer, messages, tools, text)
     if tools and text == render_text(tokenizer, messages):
         raise ConfigError(f"the chat template leaves out the tools; data.tools_key: null reads none; {_rendered(text)}")
     bos = tokenizer.bos_token
@@ -158,15 +178,33 @@ def render(
     return _encode(tokenizer, text)
 
 
+def _refuse_left_out(
+    tokenizer: "PreTrainedTokenizerBase", messages: list[dict[str, Any]], tools: list[dict] | None, text: str
+) -> None:
+    """A template may change a message (white space, a switch such as /no_think), but another one must give another
+    `text`. Of answers many templates leave out the reasoning, or what is said beside a tool call."""
+    for i, message in enumerate(messages):
+        if message["role"] != "assistant" and message["content"].strip() not in text:
+            others = [*messages[:i], message | {"content": PROBES[0]}, *messages[i + 1 :]]
+            if render_text(tokenizer, others, tools) == text:
+                left_out = f"the {message['role']} text {short(message['content'])}"
+                raise ConfigError(f"the chat template leaves out {left_out}; {_rendered(text)}")
+
+
 def render_text(
-    tokenizer: "PreTrainedTokenizerBase", messages: list[dict[str, Any]], tools: list[dict] | None = None
+    tokenizer: "PreTrainedTokenizerBase",
+    messages: list[dict[str, Any]],
+    tools: list[dict] | None = None,
+    add_generation_prompt: bool = True,
 ) -> str:
     import jinja2
 
     if not tokenizer.chat_template:
         raise ConfigError(f"the tokenizer in {tokenizer.name_or_path} has no chat template")
     try:
-        return tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
+        return tokenizer.apply_chat_template(
+            messages, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
+        )
     except jinja2.TemplateSyntaxError as error:
         raise ConfigError(f"line {error.lineno} of the chat template: {error.message}") from error
     except Exception as error:  # a template is a program, which may fail in every way
@@ -182,8 +220,9 @@ def _encode(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
     if token_ids[:2] == [bos, bos] or (not has_bos and text.lstrip().startswith(tokenizer.bos_token)):
         wanted = f"gives one {tokenizer.bos_token} at the very start, or none"
         raise ConfigError(f"a chat template {wanted}; {_rendered(text)}")
-    adds_bos = tokenizer.encode("a")[:1] == [bos]
-    return [bos, *token_ids] if adds_bos and not has_bos else token_ids
+    if has_bos or tokenizer.encode("a")[:1] != [bos]:
+        return token_ids
+    return [bos, *token_ids]
 
 
 def _rendered(text: str) -> str:

@@ -38,9 +38,9 @@ def to_parquet(path: str | Path, out: str | Path) -> int:
     A column has one type, which all its rows are read for before the first is written. A key that only some rows have
     is null in the others, which `read_rows` takes for absent.
 
-    Raises ConfigError where `out` exists or does not end in .parquet; for a file without rows, for wrong rows, and for
-    columns that hold what Parquet cannot: two types (an int and a float are two, as 5 and 5.0 are two answers), ints
-    beyond 64 bits, objects without any key.
+    Raises ConfigError where `out` exists, cannot be written or does not end in .parquet; for a file without rows, for
+    wrong rows, and for columns that hold what Parquet cannot: two types (an int and a float are two, as 5 and 5.0 are
+    two answers), ints beyond 64 bits, objects without any key.
     """
     import pyarrow
     from pyarrow.parquet import ParquetWriter
@@ -61,7 +61,7 @@ def to_parquet(path: str | Path, out: str | Path) -> int:
 def to_jsonl(path: str | Path, out: str | Path) -> int:
     """Write the rows of a Parquet or JSONL file as JSONL, without keys of null; returns their number.
 
-    Raises ConfigError where `out` exists or ends in .parquet, and for wrong rows.
+    Raises ConfigError where `out` exists, cannot be written or ends in .parquet, and for wrong rows.
     """
     out = Path(out)
     if out.suffix == ".parquet":
@@ -77,15 +77,18 @@ def to_jsonl(path: str | Path, out: str | Path) -> int:
 @contextlib.contextmanager
 def new_file(out: Path) -> Iterator[Path]:
     """A file to write that gets the name `out` at the end, or is removed where there is none."""
-    _refuse_existing(out)
-    out.parent.mkdir(parents=True, exist_ok=True)
     unfinished = out.with_name(f".{out.name}.{os.getpid()}.unfinished")
     try:
+        _refuse_existing(out)
+        out.parent.mkdir(parents=True, exist_ok=True)
         yield unfinished
         _refuse_existing(out)
         unfinished.rename(out)
+    except OSError as error:
+        raise ConfigError(f"{out}: cannot be written: {error}") from error
     finally:
-        unfinished.unlink(missing_ok=True)
+        if os.path.lexists(unfinished):
+            unfinished.unlink()
 
 
 def _refuse_existing(out: Path) -> None:

@@ -75,8 +75,7 @@ def truncate(prompt: Prompt, limit: int, end: str, tokenizer: "PreTrainedTokeniz
         num_cut += len(token_ids) - limit
         text = _cut(last["content"], starts, num_cut, end)
         if not text.strip():
-            given = f"{len(prompt.token_ids)} tokens"
-            raise ConfigError(f"{given}, and without the last message's text still more than {limit}")
+            raise ConfigError(f"{len(prompt.token_ids)} tokens, and nothing of the last message fits into {limit}")
         messages = [*before, last | {"content": text}]
         token_ids = chat.render(tokenizer, messages, prompt.tools)
     return replace(prompt, messages=messages, token_ids=token_ids)

@@ -7,6 +7,7 @@ rows, so only then do both formats hold the same.
 import datetime
 import decimal
 import json
+import os
 import uuid
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ from megarl.data.row_errors import short
 from megarl.errors import ConfigError
 
 if TYPE_CHECKING:
-    from pyarrow import RecordBatch, Table
+    from pyarrow import DataType, RecordBatch, Table
 
 BATCH_ROWS = 1000  # of a Parquet file or a dataset, in memory at a time
 
@@ -53,10 +54,10 @@ def read_rows(path: str | Path, errors: list[str]) -> Iterator[tuple[int, dict]]
     """Yield (number from 1, row) of a file: Parquet by its suffix or its first bytes, else JSONL, whose blank lines are
     no rows. Wrong rows are added to `errors`, which `raise_if_any` reports.
 
-    Raises ConfigError for a missing file, and for Parquet that cannot be read.
+    Raises ConfigError for a file that is not there or cannot be read.
     """
     path = Path(path)
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise ConfigError(f"{path}: no such file")
     if is_parquet(path):
         yield from _parquet_rows(path, errors)
@@ -66,29 +67,48 @@ def read_rows(path: str | Path, errors: list[str]) -> Iterator[tuple[int, dict]]
 
 def is_parquet(path: str | Path) -> bool:
     path = Path(path)
-    if path.suffix == ".parquet" or not path.is_file():
+    if path.suffix == ".parquet" or not os.path.isfile(path):
         return path.suffix == ".parquet"
-    with path.open("rb") as file:
-        return file.read(4) == b"PAR1"
+    try:
+        with path.open("rb") as file:
+            return file.read(4) == b"PAR1"
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
 
 
 def _jsonl_rows(path: Path, errors: list[str]) -> Iterator[tuple[int, dict]]:
-    with path.open("rb") as file:
-        for line, raw in enumerate(file, start=1):
-            if not raw.strip():
-                continue
-            try:
-                text = raw.decode("utf-8")
-                row = json.loads(text)
-                if "\\ud" in text.lower():  # an escaped half of a surrogate pair is legal JSON and no text
-                    json.dumps(row, ensure_ascii=False).encode("utf-8")
-            except ValueError as error:  # not UTF-8, or not JSON
-                errors.append(f"{path}:{line}: not JSON: {error}")
-                continue
-            if isinstance(row, dict):
-                yield line, plain(row)
-            else:
-                errors.append(f"{path}:{line}: wanted a JSON object, given {short(row)}")
+    try:
+        with path.open("rb") as file:
+            for line, raw in enumerate(file, start=1):
+                if not raw.strip():
+                    continue
+                try:
+                    row = plain(parse_json(raw.decode("utf-8")))
+                except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or lists within lists without end
+                    errors.append(f"{path}:{line}: not JSON: {error}")
+                    continue
+                if isinstance(row, dict):
+                    yield line, row
+                else:
+                    errors.append(f"{path}:{line}: wanted a JSON object, given {short(row)}")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def parse_json(text: str) -> Any:
+    """Raises ValueError also for an object with one key twice, of which json would take the last, and for an escaped
+    half of a surrogate pair, which is legal JSON and no text."""
+    value = json.loads(text, object_pairs_hook=_object)
+    if "\\ud" in text.lower():
+        json.dumps(value, ensure_ascii=False).encode("utf-8")
+    return value
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    keys = [key for key, _ in pairs]
+    if len(set(keys)) < len(keys):
+        raise ValueError(f"one key twice among {', '.join(keys)}")
+    return dict(pairs)
 
 
 def _parquet_rows(path: Path, errors: list[str]) -> Iterator[tuple[int, dict]]:
@@ -104,12 +124,14 @@ def _parquet_rows(path: Path, errors: list[str]) -> Iterator[tuple[int, dict]]:
 
 def _dataset_rows(source: SourceConfig, errors: list[str]) -> Iterator[tuple[int, dict]]:
     from datasets import load_dataset
-    from datasets.exceptions import DatasetsError
+    from datasets.exceptions import DatasetGenerationError, DatasetsError
+    from httpx import HTTPError
 
     try:
         dataset = load_dataset(source.name, source.subset, split=source.split)
-    except (DatasetsError, OSError, ValueError) as error:  # which name the subsets or splits that there are
-        raise ConfigError(f"{source}: the dataset cannot be loaded: {error}") from error
+    except (DatasetsError, OSError, ValueError, HTTPError) as error:  # which name the subsets or splits that there are
+        reason = f"{error}: {error.__cause__}" if isinstance(error, DatasetGenerationError) else error
+        raise ConfigError(f"{source}: the dataset cannot be loaded: {reason}") from error
     yield from _arrow_rows(dataset.with_format("arrow").iter(BATCH_ROWS), str(source), errors)
 
 
@@ -123,22 +145,42 @@ def _arrow_rows(batches: Iterable["RecordBatch | Table"], where: str, errors: li
             rows = batch.to_pylist(maps_as_pydicts="strict")
         except KeyError as error:
             raise ConfigError(f"{where}: a map with one key twice: {error}") from error
+        except (ValueError, OverflowError) as error:  # text that is not UTF-8, a date after the year 9999
+            raise ConfigError(f"{where}: cannot read rows {number + 1} to {number + len(batch)}: {error}") from error
+        json_types = {field.name: field.type for field in batch.schema if "arrow.json" in str(field.type)}
         for row in rows:
             number += 1
             num_errors = len(errors)
-            values = _plain_row(row, f"{where}:row {number}", errors)
+            values = _plain_row(row, json_types, f"{where}:row {number}", errors)
             if len(errors) == num_errors:
                 yield number, values
 
 
-def _plain_row(row: dict, place: str, errors: list[str]) -> dict:
+def _plain_row(row: dict, json_types: dict[str, "DataType"], place: str, errors: list[str]) -> dict:
     values = {}
     for column, value in row.items():
         try:
+            if column in json_types:
+                value = _without_json(value, json_types[column])
             values |= plain({column: value})
         except ValueError as error:
             errors.append(f"{place}: {column}: {error}")
     return values
+
+
+def _without_json(value: Any, arrow_type: "DataType") -> Any:
+    """The value with all that is JSON by its type parsed: in this form `datasets` keeps values of different types."""
+    import pyarrow
+
+    if isinstance(arrow_type, pyarrow.JsonType):
+        return None if value is None else parse_json(value)
+    if isinstance(value, list):
+        return [_without_json(item, arrow_type.value_type) for item in value]
+    if isinstance(value, dict):
+        is_map = pyarrow.types.is_map(arrow_type)
+        types = {key: arrow_type.item_type if is_map else arrow_type.field(key).type for key in value}
+        return {key: _without_json(item, types[key]) for key, item in value.items()}
+    return value
 
 
 def plain(value: Any) -> Any:

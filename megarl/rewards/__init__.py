@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, create_model
+from pydantic import BaseModel, ConfigDict, PydanticUndefinedAnnotation, PydanticUserError, create_model
 
 from megarl.errors import ConfigError
 from megarl.rewards.code import code
@@ -50,7 +50,7 @@ MODEL = "model"  # the reward that a role gives, not a function: roles.reward_mo
 def find(name: str) -> Callable:
     """A function of REWARDS, or what `pkg.module:function` names; the working directory is looked into as well.
 
-    Raises ConfigError for an unknown name, a module that cannot be imported, or what is no reward.
+    Raises ConfigError for an unknown name, a module that cannot be imported, or what cannot be called as a reward.
     """
     if name in REWARDS:
         return REWARDS[name]
@@ -62,16 +62,23 @@ def find(name: str) -> Callable:
         sys.path.append(os.getcwd())
     try:
         function = getattr(importlib.import_module(module_name), function_name)
-    except Exception as error:  # a module is anyone's code and may raise anything
+    except (Exception, SystemExit) as error:  # a module is anyone's code and may raise anything
         raise ConfigError(f"given {name!r}, but {type(error).__name__}: {error}") from error
     if not callable(function) or first_parameter(function) not in ("sample", "samples"):
-        text = f"given {name!r}, but it is no function whose first parameter is `sample`, or `samples` for all of them"
-        raise ConfigError(text)
+        text = f"given {name!r}, but it is no function of `sample`, or of `samples` for all of them, whose options are "
+        raise ConfigError(text + "keyword-only: def reward(sample, *, limit: int = 40)")
     return function
 
 
 def first_parameter(function: Callable) -> str | None:
-    return next(iter(inspect.signature(function).parameters), None)
+    """The one positional argument that it needs; None where it needs more, or is none of Python's own functions."""
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except ValueError:  # of a function in C
+        return None
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    needed = [p.name for p in parameters if p.kind in positional and p.default is p.empty]
+    return needed[0] if len(needed) == 1 else None
 
 
 def takes_all(function: Callable) -> bool:
@@ -80,7 +87,10 @@ def takes_all(function: Callable) -> bool:
 
 
 def options_model(function: Callable) -> type[BaseModel]:
-    """The schema of a reward's options: its keyword-only parameters."""
+    """The schema of a reward's options: its keyword-only parameters.
+
+    Raises ConfigError where an annotation is none that values can be checked by.
+    """
     fields = {}
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind is parameter.KEYWORD_ONLY:
@@ -89,4 +99,11 @@ def options_model(function: Callable) -> type[BaseModel]:
     settings = ConfigDict(
         extra="forbid", strict=True, validate_default=True, allow_inf_nan=False, protected_namespaces=()
     )
-    return create_model("Options", __config__=settings, **fields)
+    module = getattr(function, "func", function).__module__  # of a functools.partial; where annotations as text are read
+    try:
+        model = create_model("Options", __config__=settings, __module__=module, **fields)
+        model.model_rebuild()
+    except (PydanticUserError, PydanticUndefinedAnnotation) as error:
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(f"its options cannot be checked by their annotations: {reason}") from error
+    return model

@@ -146,7 +146,8 @@ class RewardPool:
             if worker.queue and worker.is_ready and not worker.items and not worker.send():
                 yield from self._lose(worker, f"could not begin: its process did not take its samples in {SEND_S} s")
         living = {worker.connection: worker for worker in self.workers if worker.connection}
-        next_deadline = min((worker.deadline for worker in living.values()), default=0.0)
+        deadlines = [worker.deadline for worker in living.values() if worker.deadline < math.inf]
+        next_deadline = min(deadlines, default=0.0)  # none where those that had work were just lost
         for connection in wait(list(living), max(0.0, next_deadline - time.monotonic())):
             yield from self._hear(living[connection])
         for worker in self.workers:

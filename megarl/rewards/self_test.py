@@ -26,8 +26,8 @@ def why_constant(samples: list[Sample], config: Config) -> str | None:
     advantage, rewards = config.algorithm.advantage, [sample.reward for sample in samples]
     if advantage == "distillation" or None in rewards:
         return None
-    if advantage == "gdpo":
-        rewards = [tuple(sample.reward_parts.values()) for sample in samples]
+    if (parts := config.algorithm.compared_parts) is not None:
+        rewards = [tuple(sample.reward_parts[part] for part in parts) for sample in samples]
     groups: dict[int, set] = {}
     for sample, reward in zip(samples, rewards):
         groups.setdefault(sample.group_id, set()).add(reward)

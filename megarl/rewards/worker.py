@@ -44,11 +44,12 @@ class ForkServer:
     """The process that forks workers, as the pool sees it. It sees no GPU, and ends with this one."""
 
     def __init__(self, logs: Path | None):
+        self.log = logs / "reward.log" if logs else None
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.control.settimeout(START_S)
         command = [sys.executable, "-m", "megarl.rewards.worker", str(theirs.fileno())]
         environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        output = open(logs / "reward.log", "ab") if logs else None
+        output = open(self.log, "ab") if self.log else None
         with theirs:  # in a process group of its own: Ctrl-C is this process's matter
             self.process = subprocess.Popen(
                 command,
@@ -75,16 +76,17 @@ class ForkServer:
         return int(self._ask(str(pid).encode()))
 
     def _ask(self, request: bytes, handles: Sequence[int] = ()) -> bytes:
+        what = f"did not answer in {START_S:g} s"
         try:
             socket.send_fds(self.control, [request], handles)
-            answer = self.control.recv(MAX_MESSAGE)
-        except OSError:  # a deadline that passed, too
-            answer = b""
-        if not answer:
-            code = self.process.poll()
-            what = f"did not answer in {START_S:g} s" if code is None else f"ended: {exit_text(code)}"
-            raise RunError(f"the process that forks the rewards' workers, {self.process.pid}, {what}")
-        return answer
+            if answer := self.control.recv(MAX_MESSAGE):
+                return answer
+        except TimeoutError:
+            pass
+        except OSError:  # there is nobody at the other end
+            what = f"ended: {exit_text(self.process.wait())}"
+        
+        raise RunError(f"the process that forks the rewards' workers, {self.process.pid}, {what}")
 
     def close(self) -> None:
         self.control.close()

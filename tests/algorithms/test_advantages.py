@@ -141,6 +141,14 @@ def test_gdpo_normalizes_each_part_before_it_sums():
     assert weighted == pytest.approx([s / 12**0.5 for s in (3, 1, 1, -5)])
 
 
+def test_gdpo_leaves_parts_without_a_weight_out():
+    samples = [with_parts(correct=c) for c in (1, 1, 0, 0)]
+    expected = filled("gdpo", samples)
+    for sample, length in zip(samples[1:], (5.0, 7.0, 9.0)):  # the first one has no such part
+        sample.reward_parts["correct/length"] = length
+    assert filled("gdpo", samples, reward_weights={"correct": 2.0}) == expected
+
+
 def test_gdpo_parts_that_cancel_give_exactly_0():
     samples = [with_parts(correct=c, wrong=1 - c) for c in (0.1, 0.2, 0.7)]
     others = [with_parts(1, correct=c, wrong=1 - c) for c in (1, 0, 0, 0, 1)]
@@ -152,7 +160,7 @@ def test_gdpo_names_the_sample_whose_parts_are_wrong():
         filled("gdpo", [with_parts(correct=1, short=0), with_parts(correct=1)])
     with pytest.raises(RunError, match="at least one"):
         filled("gdpo", [sample_with(1.0)])
-    with pytest.raises(RunError, match=r"\['short'\] have no weight; weights are given for \['shrot'\]"):
+    with pytest.raises(RunError, match=r"has reward parts \['short'\]: wanted at least one of \['shrot'\]"):
         filled("gdpo", [with_parts(short=1)], reward_weights={"shrot": 1.0})
     with pytest.raises(RunError, match="finite"):
         filled("gdpo", [with_parts(short=float("nan"))])

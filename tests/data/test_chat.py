@@ -97,6 +97,7 @@ WRONG_TEMPLATES = [
     ("{{ raise_exception('never') }}", r"refuses messages with roles \['user'\]: never"),
     ("{{ messages[0].content + 1 }}", r"refuses messages with roles \['user'\]: can only concatenate str"),
     ("{{ messages[0].content | upper }}" + "x" * 900, "rendered: 'WHICH NUMBER FOLLOWS 7391.x+[.]{3}$"),
+    ("{% for m in messages %}[{{ m.role }}] {{ m.content }} {% endfor %}", r"ends a prompt with the '\[assistant\] ' "),
 ]
 
 
@@ -109,6 +110,51 @@ def test_a_wrong_template_is_refused_with_the_rendered_text_or_its_reason(tmp_pa
     (tmp_path / "wrong.jinja").write_text(template)
     with pytest.raises(ConfigError, match=f"^data.chat_template: {tmp_path}/wrong.jinja: .*{reason}"):
         chat.load_tokenizer(tmp_path / "model", f"{tmp_path}/wrong.jinja")
+
+
+USER_TURN, GO = "<|user|>{{ m.content }}", "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+GOOD_TEMPLATES = {  # as released models have them, in short: (the user's turn, an answer, the end)
+    "llama 2": ("[INST] {{ m.content.strip() }} [/INST]", " {{ m.content }} </s>", ""),
+    "phi 3": (USER_TURN + "<|assistant|>", "{{ m.content }}<|end|>", ""),
+    "qwen 3": (USER_TURN, "<|assistant|><think></think>{{ m.content }}", GO),
+    "deepseek r1": (USER_TURN, "<|assistant|>{{ m.content }}", GO.replace("{% endif", "<think>{% endif")),
+    "llama 3 at first": (USER_TURN, "<|assistant|>{{ m.content }}", "<|assistant|>"),
+    "with the date": ("{{ strftime_now('%d %b %Y') }} {{ m.content | trim }}", "{{ m.content }}", ""),
+    "for one question": (USER_TURN, "{{ raise_exception('no answers') }}", ""),
+    "of a base model": ("{{ m.content }}\n", "{{ m.content }}\n", ""),
+}
+
+
+@pytest.mark.parametrize("name", GOOD_TEMPLATES)
+def test_templates_of_released_models_are_taken(tmp_path, name):
+    user, answer, end = GOOD_TEMPLATES[name]
+    turn = f"{{% if m.role == 'user' %}}{user}{{% else %}}{answer}{{% endif %}}"
+    template = f"{{% for m in messages %}}{turn}{{% endfor %}}{end}"
+    small_tokenizer(template, bos=False).save_pretrained(tmp_path / "model")
+    assert "hello" in chat.render_text(chat.load_tokenizer(tmp_path / "model"), USER)
+
+
+LEFT_OUT = [
+    ("{% for m in messages if m.role != 'system' %}{{ m.content }} {% endfor %}", ["system", "user"]),
+    ("{{ messages[-1].content }}", ["user", "assistant", "user"]),
+    ("{% for m in messages if m.role in ('user', 'assistant') %}{{ m.content }}{% endfor %}", ["human", "user"]),
+]
+
+
+@pytest.mark.parametrize(("template", "roles"), LEFT_OUT)
+def test_a_message_that_the_template_leaves_out_is_refused_with_the_rendered_text(template, roles):
+    tokenizer = small_tokenizer(template, bos=False)
+    messages = [{"role": role, "content": f"hello {i}"} for i, role in enumerate(roles)]
+    reason = f"leaves out the {roles[0]} text 'hello 0'; rendered: 'hello {len(roles) - 1}"
+    with pytest.raises(ConfigError, match=reason):
+        chat.render(tokenizer, messages)
+
+
+def test_a_message_that_the_template_shows_otherwise_is_taken():
+    """SmolLM3's system message is a switch, and white space around a text goes with many."""
+    switch = "{% if '/no_think' in messages[0].content %}hello {% endif %}{{ messages[1].content | trim }}"
+    messages = [{"role": "system", "content": "/no_think"}, {"role": "user", "content": " \n hello"}]
+    assert chat.render(small_tokenizer(switch, bos=False), messages) == [5, 5]
 
 
 def test_a_template_is_given_by_a_file_or_by_one_of_the_tokenizers_names(tmp_path):
@@ -231,9 +277,9 @@ def test_a_sentencepiece_chat_is_its_special_tokens_and_the_texts_between_them(t
 def test_a_sentencepiece_model_puts_one_bos_before_a_template_without_it(tmp_path):
     """O20. Its tokenizer_config.json says add_bos_token."""
     model = train_sentencepiece(tmp_path / "model")
-    (tmp_path / "plain.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
+    (tmp_path / "plain.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}I:")
     tokenizer = chat.load_tokenizer(tmp_path / "model", f"{tmp_path}/plain.jinja")
-    assert chat.render(tokenizer, USER) == [model.bos_id(), *model.encode("user: hello\n")]
+    assert chat.render(tokenizer, USER) == [model.bos_id(), *model.encode("user: hello\nI:")]
 
 
 def test_mistral_7bs_own_tokenizer_model_gives_the_ids_that_it_was_released_with(tmp_path):

@@ -1,6 +1,7 @@
 """JSONL to Parquet and back: the same rows, or an error that says which row cannot be."""
 
 import json
+import os
 import tempfile
 from pathlib import Path
 
@@ -120,6 +121,24 @@ def test_a_conversion_never_overwrites(tmp_path):
         assert (tmp_path / name).read_text() == "mine"
     with pytest.raises(ConfigError, match="a.jsonl exists already"):
         to_jsonl(path, path)
+
+
+@pytest.mark.parametrize("out", ["a.jsonl/b.parquet", "/proc/b.parquet", "x" * 250 + ".parquet"])
+def test_a_place_that_cannot_be_written_is_refused(tmp_path, out):
+    path = write(tmp_path / "a.jsonl", ROWS)
+    with pytest.raises(ConfigError, match=f"{out}: cannot be written: .*Errno"):
+        to_parquet(path, tmp_path / out)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_full_disk_is_named_and_leaves_nothing(tmp_path, monkeypatch):
+    path = write(tmp_path / "a.jsonl", ROWS * 9)
+    for convert_to, name in ((to_parquet, "b.parquet"), (to_jsonl, "b.jsonl")):
+        unfinished = tmp_path / f".{name}.{os.getpid()}.unfinished"
+        unfinished.symlink_to("/dev/full")
+        with pytest.raises(ConfigError, match=f"{name}: cannot be written: .*No space left on device"):
+            convert_to(path, tmp_path / name)
+        assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_name_that_would_be_read_as_the_other_format_is_refused(tmp_path):

@@ -189,7 +189,7 @@ def test_system_prompt_is_put_first_unless_the_row_has_its_own(tmp_path, tokeniz
 
 def test_messages_of_tools_reach_the_template_as_they_are(tmp_path, folder):
     shown = "{{ m.role }} {{ m.content }} {{ m.tool_calls | tojson if m.tool_calls }}|"
-    (folder / "calls.jinja").write_text("{% for m in messages %}" + shown + "{% endfor %}")
+    (folder / "calls.jinja").write_text("{% for m in messages %}" + shown + "{% endfor %}assistant ")
     tokenizer = chat.load_tokenizer(folder / "model", str(folder / "calls.jinja"))
     call = {"id": "1", "function": {"name": "f", "arguments": {"x": 1}}}
     turns = [*user("1?"), {"role": "assistant", "content": None, "tool_calls": [call]}]
@@ -198,7 +198,7 @@ def test_messages_of_tools_reach_the_template_as_they_are(tmp_path, folder):
     for path in (write(tmp_path / "a.jsonl", rows), write_parquet(tmp_path / "a.parquet", rows)):
         first, _ = load_prompts(path, settings(), tokenizer)
         assert first.messages[1] == {"role": "assistant", "content": "", "tool_calls": [call]}
-        assert tokenizer.decode(first.token_ids) == f"user 1? |assistant  {json.dumps([call])}|tool  |"
+        assert tokenizer.decode(first.token_ids) == f"user 1? |assistant  {json.dumps([call])}|tool  |assistant "
 
 
 WRONG_PROMPTS = ["", "  ", [], 7, None, [{"role": "user"}], user(""), ["hello"], [{"role": "user", "content": 3}]]

@@ -133,6 +133,6 @@ def test_any_text_is_cut_to_fit_and_stays_a_part_of_itself(tmp_path, tokenizer, 
 def test_a_prompt_that_no_cut_makes_short_enough_is_named(tmp_path, tokenizer):
     earlier = [*user(text_of_length(60)), {"role": "assistant", "content": "1"}]
     path = write(tmp_path / "a.jsonl", [user("1?"), earlier + user("12345")])
-    reason = "76 tokens, and without the last message's text still more than 32"
+    reason = "76 tokens, and nothing of the last message fits into 32"
     with pytest.raises(ConfigError, match=f"{path}:2: prompt: {reason}"):
         load_prompts(path, settings(max_prompt_tokens=32, overlong="truncate_left"), tokenizer)

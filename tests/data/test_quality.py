@@ -451,6 +451,7 @@ def test_the_exit_code_is_0_unless_a_check_is_bad_and_conversion_prints_what_it_
         (["data.jsonl", "seed=2"], "seed=2: keys are of a config, given the data file data.jsonl"),
         (["data.jsonl", "--to-jsonl", "b.jsonl", "--answer-key", "x"], "a conversion takes no other option"),
         (["data.jsonl", "--max-prompt-tokens", "9"], "--max-prompt-tokens 9: wants --tokenizer"),
+        (["data.jsonl", "--tokenizer", "x", "--max-prompt-tokens", "0"], "--max-prompt-tokens 0: wanted 1 or more"),
         (["none.jsonl"], "none.jsonl: no such file"),
     ],
 )

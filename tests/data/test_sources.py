@@ -35,12 +35,14 @@ def test_rows_come_with_line_numbers_and_blank_lines_are_none(tmp_path):
 
 def test_every_line_that_is_no_row_is_named_at_once(tmp_path):
     path = write(tmp_path / "a.jsonl", [{"x": 1}, "{oops", {"x": 2}, "[1]"])
-    path.write_bytes(path.read_bytes() + b'{"x": "\xff"}\n{"x": "half \\ud83d of a pair"}\n')
+    path.write_bytes(path.read_bytes() + b'{"x": "\xff"}\n{"x": "half \\ud83d of a pair"}\n{"y": {"x": 1, "x": 2}}\n')
+    path.write_bytes(path.read_bytes() + b'{"x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}\n")
     with pytest.raises(ConfigError) as error:
         read(path)
-    assert "4 error(s)" in str(error.value)
-    for line in (2, 4, 5, 6):
+    assert "6 error(s)" in str(error.value)
+    for line in (2, 4, 5, 6, 7, 8):
         assert f"{path}:{line}:" in str(error.value)
+    assert f"{path}:7: not JSON: one key twice among x, x" in str(error.value)
     assert f"{path}:1:" not in str(error.value)
 
 
@@ -52,9 +54,14 @@ def test_more_than_ten_errors_are_counted_but_not_all_shown(tmp_path):
 
 
 def test_a_missing_file_is_refused(tmp_path):
-    for name in ("none.jsonl", "none.parquet"):
+    for name in ("none.jsonl", "none.parquet", "x" * 256):
         with pytest.raises(ConfigError, match="no such file"):
             read(tmp_path / name)
+
+
+def test_a_file_that_cannot_be_read_is_refused():
+    with pytest.raises(ConfigError, match="/proc/self/mem: cannot be read: Input/output error"):
+        read("/proc/self/mem")
 
 
 def test_null_is_as_if_it_was_not_there_at_any_depth(tmp_path):
@@ -133,6 +140,21 @@ def test_a_name_or_a_key_that_is_there_twice_is_refused(tmp_path):
         read(path)
 
 
+OFFSETS = pa.array([0, 1], pa.int32()).buffers()[1]
+UNREADABLE = [
+    (pa.Array.from_buffers(pa.string(), 1, [None, OFFSETS, pa.py_buffer(b"\xff")]), "'utf-8' codec can't decode"),
+    (pa.array([253402300800], pa.timestamp("s")), "date value out of range"),  # the year 10000
+    (pa.StructArray.from_arrays([pa.array([1])] * 2, names=["k", "k"]), "duplicate field names"),
+]
+
+
+@pytest.mark.parametrize(("column", "reason"), UNREADABLE, ids=lambda value: str(getattr(value, "type", "")))
+def test_what_python_cannot_hold_is_refused_with_the_rows(tmp_path, column, reason):
+    parquet.write_table(pa.table({"x": column}), tmp_path / "a.parquet")
+    with pytest.raises(ConfigError, match=f"a.parquet: cannot read rows 1 to 1: .*{reason}"):
+        read(tmp_path / "a.parquet")
+
+
 @pytest.fixture
 def dataset(tmp_path, monkeypatch):
     """A folder that `datasets` takes by name, without a hub."""
@@ -149,6 +171,27 @@ def test_a_dataset_by_name_gives_the_rows_of_its_files(dataset):
     found = list(read_source(SourceConfig(name=str(folder), split="test"), []))
     assert found == [(f"{place}1", rows[0]), (f"{place}2", rows[1])]
     assert len(list(read_source(SourceConfig(name=str(folder), subset="default", split="test[1:]"), []))) == 1
+
+
+MIXED = [
+    {"prompt": "1?", "answer": 1, "tools": [{"name": "f", "parameters": {"enum": [1, "a"]}}], "y": {"z": {}}},
+    {"prompt": [{"role": "user", "content": "2?"}], "answer": "b", "tools": [{"name": "g", "parameters": {}}], "y": {}},
+]
+
+
+def test_columns_of_several_types_that_datasets_keeps_as_json_are_read_as_they_were(dataset):
+    folder = dataset[0]
+    write(folder / "test.jsonl", MIXED)
+    assert [row for _, row in read_source(SourceConfig(name=str(folder), split="test"), [])] == MIXED
+    datasets.load_dataset(str(folder), split="test").to_parquet(f"{folder}.parquet")
+    assert [row for _, row in read(f"{folder}.parquet")] == MIXED
+
+
+def test_a_dataset_with_a_broken_file_is_refused_with_the_reason(dataset):
+    folder = dataset[0]
+    (folder / "test.jsonl").write_text('{"x": 1}\n{"x": 2\n')
+    with pytest.raises(ConfigError, match="/test: the dataset cannot be loaded: .*JSON parse error"):
+        list(read_source(SourceConfig(name=str(folder), split="test"), []))
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 import json
 import random
 import re
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -295,10 +294,40 @@ def test_wrong_sections_are_refused(config):
         GuardsConfig.model_validate(config)
 
 
+def config_with(**sections):
+    return Config.model_validate({"name": "x", "model": {"path": "m"}, "data": {"train": "t"}} | sections)
+
+
 @pytest.mark.parametrize(
     "low, high, keys",
     [(0.1, 1.0, []), (None, 1.0, []), (5.0, None, []), (1.0, 1.0, [("guards.kl.low", "guards.kl.high")])],
 )
 def test_a_band_without_width_is_refused(low, high, keys):
-    config = SimpleNamespace(guards=GuardsConfig.model_validate({"kl": {"low": low, "high": high}}))
+    config = config_with(guards={"kl": {"low": low, "high": high}})
     assert [violation.keys for violation in check_guards(config)] == keys
+
+
+REWARDED = {"data": {"train": "t", "validation": "v"}}
+DISTILLED = {"algorithm": {"name": "distillation"}}
+GUARDED = {
+    name: {"patience": 2} for name in ("kl", "entropy", "mismatch", "reward_hacking", "duplicates", "constant_reward")
+}
+
+
+@pytest.mark.parametrize(
+    "sections, guards",
+    [
+        (REWARDED, []),
+        (REWARDED | {"roles": {"reference": {"enabled": False}}}, ["kl"]),
+        (REWARDED | {"algorithm": {"old_logprobs": "rollout"}}, ["entropy", "mismatch"]),
+        (REWARDED | {"algorithm": {"name": "reinforce_plus_plus", "group_size": 1}}, ["duplicates"]),
+        ({}, ["reward_hacking"]),
+        (REWARDED | {"algorithm": {"name": "distillation", "reward": "gsm8k"}}, ["constant_reward"]),
+        (REWARDED | DISTILLED, ["reward_hacking", "duplicates", "constant_reward"]),
+    ],
+)
+def test_a_guard_that_could_never_speak_is_not_to_be_set_up(sections, guards):
+    config = config_with(guards=GUARDED, **sections)
+    blamed = {violation.keys[0].removesuffix(".patience") for violation in check_guards(config)}
+    assert blamed == {f"guards.{name}" for name in guards}
+    assert list(check_guards(config_with(**sections))) == []
