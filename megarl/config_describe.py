@@ -2,9 +2,8 @@
 
 from typing import TYPE_CHECKING
 
-import yaml
-
 from megarl.config_algorithm import AlgorithmConfig
+from megarl.config_file import dump
 from megarl.config_rewards import RewardConfig
 from megarl.config_section import changed_keys
 from megarl.machine import resolve_device
@@ -39,8 +38,7 @@ def describe(config: "Config") -> str:
     lines += ["", "role           layout            GPUs   CPUs"]
     rows = needs(config, int(device == "cuda"))
     lines += [f"{name:14} {layout:16} {gpus:5} {cpus:6g}" for name, layout, gpus, cpus in rows]
-    text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
-    return text + "\n".join(f"# {line}".rstrip() for line in lines) + "\n"
+    return dump(config.model_dump(mode="json")) + "\n".join(f"# {line}".rstrip() for line in lines) + "\n"
 
 
 def needs(config: "Config", gpus_per_rank: int) -> list[tuple[str, str, int, float]]:

@@ -25,6 +25,10 @@ class Loader(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
 
+class Dumper(yaml.SafeDumper):
+    """Puts strings that the loader would take for something else into quotes; YAML 1.1 has `1e6` as a string."""
+
+
 for tag, pattern, first_characters in (
     ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
@@ -35,7 +39,9 @@ for tag, pattern, first_characters in (
         list("-+.0123456789"),
     ),
 ):
-    Loader.add_implicit_resolver(f"tag:yaml.org,2002:{tag}", re.compile(rf"^(?:{pattern})$"), first_characters)
+    resolver = f"tag:yaml.org,2002:{tag}", re.compile(rf"^(?:{pattern})$"), first_characters
+    Loader.add_implicit_resolver(*resolver)
+    Dumper.add_implicit_resolver(*resolver)
 
 
 @dataclass(frozen=True)
@@ -86,6 +92,11 @@ def read(path: str | Path, overrides: list[str]) -> Document:
     for override in overrides:
         apply_override(override, document, seen)
     return document
+
+
+def dump(tree: dict) -> str:
+    """YAML that `read` reads back."""
+    return yaml.dump(tree, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
 def apply_override(override: str, document: Document, seen: dict[str, str]) -> None:

@@ -134,5 +134,5 @@ def without_metrics(config: "Config") -> Unread:
         reasons["guards.constant_reward"] = (why, "algorithm.advantage")
     if not algorithm.reward:
         why = ("algorithm.reward is null: there are no rewards", "algorithm.reward")
-        reasons |= dict.fromkeys((f"guards.{name}" for name in ("constant_reward", "duplicates", "reward_hacking")), why)
+        reasons |= {f"guards.{name}": why for name in ("constant_reward", "duplicates", "reward_hacking")}
     return reasons

@@ -61,7 +61,8 @@ def check_options(part: "RewardConfig", schema: type, key: str) -> Iterator[Viol
             yield Violation("missing, a required option", keys)
         else:
             reason = detail.get("ctx", {}).get("error") or detail["msg"]  # a ValueError of the reward's own says it all
-            given = f"given {in_yaml(detail['input'])}" if name in part.options else f"its default is {detail['input']!r}"
+            value = detail["input"]
+            given = f"given {in_yaml(value)}" if name in part.options else f"its default is {value!r}"
             yield Violation(f"{given}: {reason}", keys)
 
 

@@ -51,7 +51,8 @@ def write_pairs(
         f"aborted, {counts['blank']} blank"
     )
     if counts["incomplete"]:
-        summary += f"; incomplete have fewer logged responses than algorithm.group_size = {group_size}: {LOG_ALL}"
+        summary += f"; incomplete have fewer logged responses than algorithm.group_size = {group_size}: {LOG_ALL}, but "
+        summary += "for those whose reward failed"
     if not pairs:
         raise ConfigError(f"{path}: no pair to write; {summary}. A smaller --margin takes more groups")
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -6,6 +6,7 @@ import pytest
 from config_folder import folder, only, refusal, write  # noqa: F401
 
 from megarl.config import load
+from megarl.config_file import dump
 
 
 @pytest.mark.parametrize(("text", "value"), [("1e-6", 1e-6), ("1E5", 1e5), ("2.5e-3", 2.5e-3), ("1e+2", 100), ("1", 1)])
@@ -27,6 +28,14 @@ def test_words_and_dates_stay_strings(folder):
     assert load("base.yaml", []).run_directory == "no"
     assert load("base.yaml", ["run_directory=2026-01-01"]).run_directory == "2026-01-01"
     assert load("base.yaml", ["run_directory=1:30"]).run_directory == "1:30"
+
+
+@pytest.mark.parametrize("text", ["1e6", "-1E-5", "1_000", "0x10", "1:30", "no", "on", "null", "", ".nan", "größe"])
+def test_strings_that_look_like_something_else_are_written_as_strings(folder, text):
+    config = load("base.yaml", [f'run_directory="{text}"', f'rollout.server_args={{chat_template: "{text}"}}'])
+    assert config.run_directory == config.rollout.server_args["chat_template"] == text
+    Path("again.yaml").write_text(dump(config.model_dump(mode="json")), encoding="utf-8")
+    assert load("again.yaml") == config
 
 
 def test_a_list_is_accepted_for_the_betas_but_its_items_stay_strict(folder):

@@ -68,7 +68,7 @@ def test_groups_that_were_not_logged_whole_are_left_out_with_the_key_that_logs_a
     assert len(written) == 1 and "2 groups: 1 pairs, 1 incomplete groups" in line
     assert line.endswith(
         "incomplete have fewer logged responses than algorithm.group_size = 3: trainer.num_logged_samples=null logs "
-        "all responses of a run"
+        "all responses of a run, but for those whose reward failed"
     )
 
 

@@ -4,11 +4,11 @@ Templates print tools and calls of them as JSON. A column of Parquet has one ord
 was in each, so lists of them are put into an order that is the same in all formats; JSON text stays as it is.
 """
 
-import json
 from typing import Any
 
 from megarl.config_data import DataConfig
 from megarl.data.row_errors import has_column, short
+from megarl.data.sources import parse_json
 
 OPTIONAL_KEYS = {"tool_calls": list, "tool_call_id": str, "name": str, "reasoning_content": str}  # of a message
 FIRST_KEYS = ("id", "type", "function", "name", "description", "parameters", "arguments", "properties", "required")
@@ -60,8 +60,8 @@ def parse_tools(row: dict, place: str, key: str | None, errors: list[str]) -> li
     value = in_order(row.get(key))
     if isinstance(value, str):
         try:
-            value = json.loads(value)
-        except json.JSONDecodeError:
+            value = parse_json(value)
+        except (ValueError, RecursionError):
             pass  # and so it is no list
     if value in (None, []):
         return None

@@ -60,7 +60,12 @@ def read_file(
     source = SourceConfig(path=path)
     columns = find_columns(source, keys)
     data = DataConfig(train=path, prompt_key=columns.prompt)
-    tokenizer = chat.load_tokenizer(tokenizer_folder) if tokenizer_folder else None
+    tokenizer = None
+    if tokenizer_folder:
+        try:
+            tokenizer = chat.load_tokenizer(tokenizer_folder)
+        except ConfigError as error:
+            raise ConfigError(f"--tokenizer: {str(error).removeprefix('model.path: ')}") from error
     limit = None if max_prompt_tokens is None else (max_prompt_tokens, f"{max_prompt_tokens} tokens")
     return _read("", source, columns, data, tokenizer, limit)
 

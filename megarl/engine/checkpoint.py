@@ -21,6 +21,7 @@ HF_FOLDER = "hf"
 # transformer-engine's, empty but for FP8: without it both layer implementations read a checkpoint
 EXTRA_STATE = re.compile(r".*_extra_state\d*")  # a number where one module holds several experts
 SMALL_FILES = ("*.json", "*.model", "*.jinja", "*.txt")  # of an HF folder: all but weights
+NAMED_TEMPLATES = "additional_chat_templates"
 
 
 def save(engine: Engine, model_path: str | Path, folder: str | Path) -> None:
@@ -66,6 +67,8 @@ def copy_small_files(source: Path, target: Path) -> None:
     for file in (file for pattern in SMALL_FILES for file in source.glob(pattern)):
         if not file.name.endswith(".index.json"):  # of the old weights' shards
             shutil.copy2(file, target)
+    if (source / NAMED_TEMPLATES).is_dir():
+        shutil.copytree(source / NAMED_TEMPLATES, target / NAMED_TEMPLATES)
 
 
 def _state(engine: Engine) -> dict:

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-import yaml
 
 from megarl.cluster.run_tag import new_run_id
 from megarl.config import Config
+from megarl.config_file import dump
 from megarl.data.stream import PromptStream
 from megarl.sample import Sample
 
@@ -32,7 +32,7 @@ class RunDirectory:
         self.run_id = new_run_id(config.name)
         for folder in ("logs", "checkpoints"):
             (self.path / folder).mkdir(parents=True, exist_ok=True)
-        (self.path / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+        (self.path / "config.yaml").write_text(dump(config.model_dump(mode="json")), encoding="utf-8")
         about = {"run_id": self.run_id} | environment(command, config.seed, device)
         (self.path / "env.json").write_text(json.dumps(about, indent=2) + "\n")
         self._metrics = open(self.path / "metrics.jsonl", "a", buffering=1)

@@ -99,7 +99,7 @@ def options_model(function: Callable) -> type[BaseModel]:
     settings = ConfigDict(
         extra="forbid", strict=True, validate_default=True, allow_inf_nan=False, protected_namespaces=()
     )
-    module = getattr(function, "func", function).__module__  # of a functools.partial; where annotations as text are read
+    module = getattr(function, "func", function).__module__  # where annotations are text, what it means is found there
     try:
         model = create_model("Options", __config__=settings, __module__=module, **fields)
         model.model_rebuild()

@@ -24,7 +24,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from megarl.rewards import sandbox
 from megarl.rewards.sandbox_child import canonical
@@ -54,6 +54,11 @@ class CallTest:
     accepted: tuple[str, ...]  # canonical texts
 
 
+def check_prelude(prelude: str) -> str:
+    parse_python(prelude, "exec")
+    return prelude
+
+
 def code(
     sample: "Sample",
     *,
@@ -61,7 +66,7 @@ def code(
     timeout_s: Annotated[float, Field(gt=0)] = 10.0,
     memory_mb: Annotated[int, Field(ge=64)] = 512,
     partial: bool = False,
-    prelude: str = "",
+    prelude: Annotated[str, AfterValidator(check_prelude)] = "",
     require_landlock: bool = True,
 ) -> float:
     """1.0 if the code in the response passes all tests, else 0.0; with `partial` the share that it passes.

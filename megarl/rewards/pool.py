@@ -99,8 +99,8 @@ class RewardPool:
         """What each call says of each sample, in their order; samples go without their log-probs.
 
         `give_up` is asked with the number of samples that have an error whenever there are some; where it says yes, all
-        that is not finished is ended, and has neither value nor error. Raises RunError where a process cannot be started, or a
-        reward not be loaded in it.
+        that is not finished is ended, and has neither value nor error. Raises RunError where a process cannot be started,
+        or a reward not be loaded in it.
         """
         outcomes: dict[str, list[Outcome | None]] = {name: [None] * len(samples) for name in self.queues}
         failed: set[int] = set()

@@ -94,7 +94,8 @@ class Scorer:
 
     def allowed(self, num_samples: int) -> int:
         """How many samples of a round may fail."""
-        return 0 if self.settings.on_error == "fail" else int(self.settings.max_error_ratio * num_samples)
+        most = round(self.settings.max_error_ratio * num_samples, DIGITS)  # 0.29 of 100 are 29, not 28.999999999999996
+        return 0 if self.settings.on_error == "fail" else int(most)
 
     def settle(self, samples: list[Sample], failures: dict[int, str]) -> None:
         """Stop the run, which then has not waited for the others, or report that it goes on without these samples."""

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.errors import RunError
+from megarl.logs import log_end
 from megarl.rewards import find
 from megarl.rollout.launch import die_with_parent
 from megarl.rollout.server import exit_text
@@ -76,17 +77,18 @@ class ForkServer:
         return int(self._ask(str(pid).encode()))
 
     def _ask(self, request: bytes, handles: Sequence[int] = ()) -> bytes:
-        what = f"did not answer in {START_S:g} s"
+        who = f"the process that forks the rewards' workers, {self.process.pid},"
         try:
             socket.send_fds(self.control, [request], handles)
-            if answer := self.control.recv(MAX_MESSAGE):
-                return answer
-        except TimeoutError:
-            pass
-        except OSError:  # there is nobody at the other end
-            what = f"ended: {exit_text(self.process.wait())}"
-        
-        raise RunError(f"the process that forks the rewards' workers, {self.process.pid}, {what}")
+            answer = self.control.recv(MAX_MESSAGE)
+        except TimeoutError as error:
+            raise RunError(f"{who} did not answer in {START_S:g} s") from error
+        except OSError:  # nobody is at the other end, as where the answer is empty
+            answer = b""
+        if not answer:
+            log = f"; {log_end(self.log, socket.gethostname())}" if self.log else ""
+            raise RunError(f"{who} ended: {exit_text(self.process.wait(START_S))}{log}")
+        return answer
 
     def close(self) -> None:
         self.control.close()
@@ -97,11 +99,11 @@ class ForkServer:
 def main(control: socket.socket) -> None:
     """Fork a worker per connection received and answer with its pid; answer a pid with the exit code of that worker.
 
-    Ends with the process at the other end, and the workers with this one.
+    Ends with the process at the other end, the workers with this one, and with them what they have started.
     """
     import megarl.sample  # noqa: F401  torch, for all workers
 
-    pid = os.getpid()
+    pid, workers = os.getpid(), set()
     while True:
         request, handles, _, _ = socket.recv_fds(control, MAX_MESSAGE, 1)
         if handles:
@@ -115,11 +117,15 @@ def main(control: socket.socket) -> None:
                 return work(connection, **connection.recv())
             os.setpgid(child, child)  # so that what it starts can be killed with it
             os.close(handles[0])
+            workers.add(child)
             answer = child
         elif request:
             _, status = os.waitpid(int(request), 0)
+            workers.remove(int(request))
             answer = os.waitstatus_to_exitcode(status)
         else:
+            for worker in workers:
+                os.killpg(worker, signal.SIGKILL)
             return None
         control.send(str(answer).encode())
 
@@ -234,7 +240,8 @@ def too_long(limit: tuple[str, float]) -> str:
 def reason_of(error: BaseException) -> str:
     """For the user; the log gets the traceback."""
     traceback.print_exception(error)
-    return f"raised {type(error).__name__}: {str(error)[:MAX_TEXT]}"
+    text = str(error)[:MAX_TEXT].encode(errors="backslashreplace").decode()  # half a surrogate pair cannot be printed
+    return f"raised {type(error).__name__}: {text}"
 
 
 def shown(value: Any) -> str:

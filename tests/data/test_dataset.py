@@ -205,6 +205,7 @@ WRONG_PROMPTS = ["", "  ", [], 7, None, [{"role": "user"}], user(""), ["hello"],
 WRONG_PROMPTS += [[*user("1"), {"role": "assistant", "content": "2"}], [user("1")[0] | {"weight": 1}]]
 WRONG_PROMPTS += [[user("1")[0] | {"name": 1}], [{"role": "user", "content": "1", "tool_calls": "f"}]]
 WRONG_TOOLS = ["f", "[7]", 7, {"name": "f"}, [{"description": "f"}], [{"function": {"x": 1}}], "[{]"]
+WRONG_TOOLS += ['[{"name": "f", "name": "g"}]']
 WRONG_ROWS = [  # (row, the column that is to blame)
     ({"answer": "1"}, "prompt"),
     ({"prompt": "fine"}, "answer"),

@@ -6,6 +6,7 @@ import json
 import uuid
 
 import datasets
+import httpx
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
@@ -185,6 +186,15 @@ def test_columns_of_several_types_that_datasets_keeps_as_json_are_read_as_they_w
     assert [row for _, row in read_source(SourceConfig(name=str(folder), split="test"), [])] == MIXED
     datasets.load_dataset(str(folder), split="test").to_parquet(f"{folder}.parquet")
     assert [row for _, row in read(f"{folder}.parquet")] == MIXED
+
+
+def test_a_hub_that_breaks_off_is_refused_with_the_dataset(monkeypatch):
+    def load_dataset(*_, **__):
+        raise httpx.RemoteProtocolError("Server disconnected without sending a response.")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    with pytest.raises(ConfigError, match="a/b/train: the dataset cannot be loaded: Server disconnected"):
+        list(read_source(SourceConfig(name="a/b"), []))
 
 
 def test_a_dataset_with_a_broken_file_is_refused_with_the_reason(dataset):

@@ -42,6 +42,7 @@ CASES = [  # model, layers of, dtype, number of ranks, RoleConfig
     ("llama", "transformer_engine", "bfloat16", 2, VPP),
     ("qwen2", "transformer_engine", "bfloat16", 2, {"context_parallel": 2}),
     ("llama", "transformer_engine", "bfloat16", 2, {"context_parallel": 2}),
+    ("qwen3-moe", "transformer_engine", "bfloat16", 1, {}),
     ("qwen3-moe", "local", "float32", 2, {"expert_parallel": 2}),
     ("qwen3-moe", "transformer_engine", "bfloat16", 2, {"expert_parallel": 2}),
     ("qwen3-moe", "transformer_engine", "bfloat16", 2, TP_SP | {"expert_parallel": 2}),

@@ -41,6 +41,10 @@ def raise_error(sample):
     raise ValueError(f"no such thing: {sample.prompt.answer}")
 
 
+def raise_text(sample, *, text):
+    raise ValueError(text)
+
+
 async def raise_error_async(sample):
     raise asyncio.CancelledError("by itself")
 
@@ -96,4 +100,4 @@ def with_child(sample, *, pid_file):
     """Hangs, and so does a process that it starts."""
     child = subprocess.Popen(["sleep", "1000"])
     Path(pid_file).write_text(str(child.pid))
-    time.sleep(1000)
+    9**9**9  # one call into C, which holds the lock of the interpreter

@@ -72,6 +72,7 @@ REWARDS = [
 ]
 FAILING_CALLS = [
     ("raises", "raise_error", {}, "raised ValueError: no such thing: 18"),
+    ("half a character", "raise_text", {"text": "\ud800"}, "raised ValueError: \\ud800"),  # which cannot be printed
     ("cancelled", "raise_error_async", {}, "raised CancelledError: by itself"),
     ("huge", "value", {"value": 10**400}, "raised OverflowError: "),
     ("short", "values", {"values": [1.0]}, "returned 1 values for 2 samples"),
@@ -168,18 +169,28 @@ def test_a_reward_that_cannot_be_loaded_ends_the_run_and_is_named(tmp_path, monk
             pool.run(make_samples(2))
 
 
+def run_until_all_are_ready(pool):
+    deadline = time.monotonic() + 60
+    while not all(worker.is_ready for worker in pool.workers):
+        assert values(pool.run(make_samples(3))["place"]) == [0.0, 1.0, 2.0]
+        assert time.monotonic() < deadline
+
+
 def test_a_process_that_died_or_stopped_between_rounds_is_replaced_unless_the_fork_server_is_gone(monkeypatch):
     monkeypatch.setattr(worker_module, "SEND_S", 1)
-    with make_pool(("place", "place", {}), num_workers=1) as pool:
-        (worker,) = pool.workers
-        pool.run(make_samples(3))
+    with make_pool(("place", "place", {}), num_workers=2) as pool:
+        worker = pool.workers[0]
+        run_until_all_are_ready(pool)
         os.kill(worker.pid, signal.SIGKILL)
         assert worker.connection.poll(10)
         assert values(pool.run(make_samples(3))["place"]) == [0.0, 1.0, 2.0]
-        os.kill(worker.pid, signal.SIGSTOP)
-        outcomes = pool.run(make_samples(3, num_tokens=200_000))["place"]  # more than a connection holds
-        assert list(errors(outcomes)) == [0] and "did not take its samples" in outcomes[0].error
-        assert values(outcomes)[1:] == [1.0, 2.0]
+        for number in (3, 1):  # of one sample the other worker has none
+            run_until_all_are_ready(pool)
+            os.kill(worker.pid, signal.SIGSTOP)
+            outcomes = pool.run(make_samples(number, num_tokens=200_000))["place"]  # more than a connection holds
+            assert list(errors(outcomes)) == [0] and "did not take its samples" in outcomes[0].error
+            assert values(outcomes)[1:] == [1.0, 2.0][: number - 1]
+        run_until_all_are_ready(pool)
         pool.server.process.kill()
         assert worker.connection.poll(10)  # it died, too
         with pytest.raises(RunError, match="forks the rewards' workers.*ended: signal SIGKILL"):
@@ -200,24 +211,24 @@ def test_nothing_is_left_of_a_call_over_its_limit_nor_of_a_closed_pool(tmp_path)
     assert all(is_gone(pid) for pid in pids)
 
 
-def test_processes_end_with_a_trainer_that_is_killed():
+def test_processes_end_with_a_trainer_that_is_killed(tmp_path):
+    pid_file = tmp_path / "pid"
     code = (
         "from test_pool import make_pool, make_samples\n"
-        "with make_pool(('late', 'late', {'how': 'compute'}), num_workers=1) as pool:\n"
-        "    pool.run(make_samples(3))\n"
-        "    print(pool.server.process.pid, pool.workers[0].pid, flush=True)\n"
-        "    pool.run(make_samples(4))\n"
+        f"with make_pool(('child', 'with_child', {{'pid_file': '{pid_file}'}}), num_workers=1) as pool:\n"
+        "    pool.run(make_samples(1))\n"
     )
     folders = [str(Path(__file__).parents[2]), str(Path(__file__).parent)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(folders)}
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=environment) as trainer:
-        server, worker = (psutil.Process(int(pid)) for pid in trainer.stdout.readline().split())
-        before, deadline = worker.cpu_times().user, time.monotonic() + 60
-        while worker.cpu_times().user < before + 0.3:  # it computes
+    deadline = time.monotonic() + 60
+    with subprocess.Popen([sys.executable, "-c", code], env=environment) as trainer:
+        while not (pid_file.exists() and pid_file.read_text()):
             assert time.monotonic() < deadline
             time.sleep(0.05)
+        processes = psutil.Process(trainer.pid).children(recursive=True)
+        assert [process.pid for process in processes][-1:] == [int(pid_file.read_text())] and len(processes) == 3
         trainer.kill()
-    for process in (server, worker):
+    for process in processes:
         while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
             assert time.monotonic() < deadline, f"{process} outlives the trainer"
             time.sleep(0.01)

@@ -97,6 +97,11 @@ def test_more_failures_than_allowed_stop_the_run():
         limited.score(samples_with(ONE_FAILS))
 
 
+@pytest.mark.parametrize("ratio, num_samples, allowed", [(0.1, 10, 1), (0.1, 9, 0), (0.29, 100, 29), (0.57, 100, 57)])
+def test_a_share_that_may_fail_is_a_number_of_samples(ratio, num_samples, allowed):
+    assert scorer("gsm8k", on_error="drop_group", max_error_ratio=ratio).allowed(num_samples) == allowed
+
+
 def test_importing_rewards_loads_nothing_heavy():
     heavy = "torch", "numpy", "sympy", "math_verify", "rapidfuzz", "aiohttp", "openai", "transformers", "ray"
     code = f"import sys, megarl.rewards, megarl.config; assert not {set(heavy)} & set(sys.modules), sys.modules.keys()"
