@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import signal
 import sys
 
 import megarl
@@ -15,6 +16,7 @@ from megarl.machine import resolve_device
 def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     options = parse(arguments)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what was begun is taken away
     try:
         if options.command == "train":
             return train(options, ["megarl", *arguments])

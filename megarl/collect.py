@@ -16,7 +16,8 @@ from megarl.sample import Sample
 
 
 class Collector:
-    """`kept`: groups that earlier steps had no room for, the oldest first; they come before new ones."""
+    """`kept`: groups that earlier steps had no room for, the oldest first; they come before new ones. `failed`: samples of
+    this step that were dropped as their reward failed, with the reason."""
 
     def __init__(self, config: Config, inputs: Inputs, fleet: Fleet, scorer: Scorer):
         self.config = config
@@ -25,6 +26,7 @@ class Collector:
         self.scorer = scorer
         self.prompts = PromptStream(inputs.prompts, config.seed, inputs.weights)
         self.kept: list[list[Sample]] = []
+        self.failed: list[tuple[Sample, str]] = []
         self.num_groups = 0  # of the run: their numbers
         self.parts = config.algorithm.compared_parts
 
@@ -37,7 +39,7 @@ class Collector:
         is one step old, as a round has at most a step's prompts.
         """
         algorithm, sampling = self.config.algorithm, self.config.algorithm.dynamic_sampling
-        num_prompts = algorithm.prompts_per_step
+        num_prompts, self.failed = algorithm.prompts_per_step, []
         if sampling is None:
             samples, metrics = self._round(num_prompts, step, times)
             return self._numbered(samples), samples, metrics | sample_metrics(samples)
@@ -79,6 +81,7 @@ class Collector:
         self.num_groups += num_prompts
         with timed(times, "reward"):
             scored = self.scorer.score(samples)
+        self.failed += [(samples[index], reason) for index, reason in scored.failures.items()]
         if not scored.samples:
             raise RunError("no sample of the round has a reward (rewards.on_error)")
         if self.config.debug.shuffle_rewards:

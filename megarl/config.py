@@ -180,9 +180,12 @@ class RewardModelConfig(LayoutConfig):
 
 
 class RewardServerConfig(ServersConfig):
-    """The same served by SGLang, in model.dtype: bfloat16 leaves a score three digits, on the engine it has more."""
+    """The same served by SGLang."""
 
     path: str = Field(description="Hugging Face folder of a sequence classifier with one score")
+    dtype: Literal["float32", "bfloat16"] | None = Field(
+        None, description="null: model.dtype; in bfloat16 a score has three digits, and near ones are equal"
+    )
 
 
 class RolesConfig(Section):
@@ -326,8 +329,9 @@ class Config(Section):
 
     def model_of(self, role: str) -> ModelConfig:
         """The model that a role starts from."""
-        path = getattr(getattr(self.roles, role), "path", None)
-        return self.model.model_copy(update={"path": path}) if path else self.model
+        section = getattr(self.roles, role)
+        own = {key: value for key in ("path", "dtype") if (value := getattr(section, key, None)) is not None}
+        return self.model.model_copy(update=own)
 
 
 def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Config:

@@ -161,6 +161,8 @@ def parse(text: str, root: str, document: Document, locate: Callable[[yaml.Mark]
             if name_node.tag != "tag:yaml.org,2002:str" or "." in name_node.value:
                 raw = shorten(text[name_node.start_mark.index : name_node.end_mark.index])
                 reason = "a key is a plain name; nest sections instead of dots"
+                if ":" in name_node.value:
+                    reason = "a key is a plain name; a function goes below one: {NAME: {function: pkg.module:function}}"
                 document.problems.append(f"{where}: {prefix}{raw}: {reason}")
                 continue
             key = prefix + name_node.value

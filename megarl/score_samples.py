@@ -1,14 +1,15 @@
 """`megarl reward`: a config's rewards on samples from a file or from the model, without training."""
 
+import shutil
 import tempfile
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from megarl.cluster.cluster import Cluster
 from megarl.cluster.placement import REWARD_SERVER, SERVER
-from megarl.config import Config
-from megarl.data import chat, toy
+from megarl.config import Config, DataConfig
+from megarl.data import toy
 from megarl.data.dataset import parse_prompt
 from megarl.data.row_errors import raise_if_any, short
 from megarl.data.sources import read_rows
@@ -17,12 +18,13 @@ from megarl.errors import ConfigError, RunError
 from megarl.inputs import Inputs
 from megarl.machine import resolve_device
 from megarl.rewards.model import RewardModel
-from megarl.rewards.scorer import Scored, Scorer
+from megarl.rewards.scorer import Scorer
 from megarl.rewards.self_test import report, why_constant
 from megarl.rollout.client import RolloutClient
 from megarl.sample import Prompt, Sample, Status
 
-LOGGED = {"messages", "response", "status", "step", "group"}  # columns of a run's samples.jsonl
+LOGGED = {"messages", "step", "group"}  # columns by which a line of samples.jsonl is known
+STATUSES = [status.value for status in Status]
 
 
 def run(config: Config, samples_file: str | None, num_prompts: int | None, print_line: Callable[[str], None]) -> None:
@@ -43,7 +45,7 @@ def run(config: Config, samples_file: str | None, num_prompts: int | None, print
     if tokens := inputs.reward_tokens:
         parts.add(REWARD_SERVER if tokens.role == "reward_server" else tokens.role)
     with ExitStack() as stack:
-        logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="megarl-reward-")))
+        logs = stack.enter_context(log_folder(print_line))
         all_may_fail = config.rewards.model_copy(update={"on_error": "drop_sample", "max_error_ratio": 1.0})
         scorer = stack.enter_context(Scorer(config.algorithm.reward, all_may_fail, lambda line: None, logs))
         if parts:
@@ -54,10 +56,28 @@ def run(config: Config, samples_file: str | None, num_prompts: int | None, print
         if samples is None:
             samples = generate(stack, config, cluster, inputs, num_prompts or config.algorithm.prompts_per_step)
         scored = scorer.score(samples)
-    if samples_file is None and config.warm_start.data:
-        print_line(f"responses of {config.model.path}, as it is before the warm start")
-    print_line(report(scored, len(samples)))
-    refuse(scored, len(samples), config)
+        if samples_file is None and config.warm_start.data:
+            print_line(f"responses of {config.model.path}, as it is before the warm start")
+        print_line(report(scored, len(samples)))
+        if scored.failures:
+            raise RunError(f"{len(scored.failures)} of {len(samples)} rewards failed; training would stop or drop them")
+    if why := why_constant(scored.samples, config):
+        raise RunError(why)
+
+
+@contextmanager
+def log_folder(print_line: Callable[[str], None]) -> Iterator[Path]:
+    """A folder for what processes print, kept and named where the run fails."""
+    folder = Path(tempfile.mkdtemp(prefix="megarl-reward-"))
+    try:
+        yield folder
+    except RunError:
+        print_line(f"logs are in {folder}")
+        raise
+    except BaseException:
+        shutil.rmtree(folder)
+        raise
+    shutil.rmtree(folder)
 
 
 def generate(stack: ExitStack, config: Config, cluster: Cluster, inputs: Inputs, num_prompts: int) -> list[Sample]:
@@ -89,20 +109,20 @@ def read_samples(path: str, config: Config, inputs: Inputs) -> list[Sample]:
     samples: list[Sample] = []
     last, group_id = None, -1
     for number, row in read_rows(path, errors):
-        where = f"{path}:{number}"
-        if LOGGED <= row.keys():
-            prompt = logged_prompt(row, where, known, inputs, errors)
-            text, status, place = row["response"], row["status"], (row["step"], row["group"])
-        else:
-            key = config.data.response_key
-            prompt = parse_prompt(row, where, config.data, inputs.tokenizer, config.data.answer_key, errors, (key,))
-            text, status = row.get(key), Status.COMPLETED.value
-            place = prompt and prompt.token_ids
+        where, is_logged = f"{path}:{number}", LOGGED <= row.keys()
+        key = "response" if is_logged else config.data.response_key
+        prompt = known_prompt(row, where, known, errors) if is_logged else None
+        if prompt is None:
+            prompt = new_prompt(row, where, config.data, is_logged, key, inputs, errors)
+        text, status = row.get(key), row.get("status") if is_logged else Status.COMPLETED.value
         if not isinstance(text, str):
-            given = f"given {short(text)}; columns: {', '.join(row)}"
-            errors.append(f"{where}: {config.data.response_key}: wanted a response's text, {given}")
-        if prompt is None or not isinstance(text, str):
+            columns = f"columns: {', '.join(row)}"
+            errors.append(f"{where}: {key}: wanted a response's text, given {short(text)}; {columns}")
+        if status not in STATUSES:
+            errors.append(f"{where}: status: given {short(status)}, valid: {', '.join(STATUSES)}")
+        if errors:
             continue
+        place = (row["step"], row["group"]) if is_logged else prompt.token_ids
         if place != last:
             last, group_id = place, group_id + 1
         end = [inputs.tokenizer.eos_token_id] * (status == Status.COMPLETED.value)
@@ -115,25 +135,20 @@ def read_samples(path: str, config: Config, inputs: Inputs) -> list[Sample]:
     return samples
 
 
-def logged_prompt(row: dict, where: str, known: dict[str, Prompt], inputs: Inputs, errors: list[str]) -> Prompt | None:
-    """The prompt of a row of samples.jsonl; None where something was added to `errors`."""
-    prompt = known.get(row.get("source"))
-    if prompt is None:
-        try:
-            token_ids = chat.render(inputs.tokenizer, row["messages"], row.get("tools"))
-        except ConfigError as error:
-            errors.append(f"{where}: messages: {error}")
-            return None
-        metadata = {"source": row.get("source") or where}
-        return Prompt(row["messages"], token_ids, row.get("answer"), metadata, tools=row.get("tools"))
-    if prompt.messages != row["messages"]:
-        errors.append(f"{where}: messages: not those of {row['source']}, which has changed since")
-        return None
+def known_prompt(row: dict, where: str, known: dict[str, Prompt], errors: list[str]) -> Prompt | None:
+    """The prompt that a logged row is about, where the config's data have it."""
+    source = row.get("source")
+    prompt = known.get(source) if isinstance(source, str) else None
+    if prompt is not None and prompt.messages != row["messages"]:
+        errors.append(f"{where}: messages: not those of {source}, which has changed since")
     return prompt
 
 
-def refuse(scored: Scored, num_samples: int, config: Config) -> None:
-    if scored.failures:
-        raise RunError(f"{len(scored.failures)} of {num_samples} rewards failed; training would stop or drop them")
-    if why := why_constant(scored.samples, config):
-        raise RunError(why)
+def new_prompt(
+    row: dict, where: str, data: DataConfig, is_logged: bool, response_key: str, inputs: Inputs, errors: list[str]
+) -> Prompt | None:
+    """The prompt that a row holds; None where something was added to `errors`."""
+    if is_logged:  # its messages have the system prompt, and an answer if there was one
+        columns = {"prompt_key": "messages", "tools_key": "tools", "system_prompt": None}
+        data = data.model_copy(update=columns | {"answer_key": "answer" if "answer" in row else None})
+    return parse_prompt(row, where, data, inputs.tokenizer, data.answer_key, errors, (response_key,))

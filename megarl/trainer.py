@@ -166,6 +166,7 @@ class Trainer:
         self.place("generate", times)
         samples, generated, metrics = self.collector.next(step, times)
         self.run.log_samples(step, generated[: self.config.trainer.num_logged_samples])
+        self.run.log_failed(step, self.collector.failed)
         if step == 1:
             self.check_constant(generated)
         memory = self.memory("generate")
@@ -301,10 +302,12 @@ class Trainer:
             self.console.loud(why)
 
     def guard(self, alarms: list[Alarm]) -> None:
+        """Show warnings, and stop the run where a guard is to."""
         for alarm in alarms:
-            if alarm.action == "stop":
-                raise RunError(alarm.text)
-            self.console.line(f"warning: {alarm.text}")
+            if alarm.action == "warn":
+                self.console.line(f"warning: {alarm.text}")
+        if stops := [alarm.text for alarm in alarms if alarm.action == "stop"]:
+            raise RunError("\n".join(stops))
 
     def evaluate(self, step: int) -> None:
         """Mean reward of greedy responses to the held-out prompts; parts are summed up as they are."""

@@ -112,8 +112,10 @@ ODD = {"odd": {"function": "test_collect:odd_one_fails"}}
 def test_a_sample_whose_reward_failed_leaves_a_smaller_group():
     rewards = scorer(ODD, on_error="drop_sample", max_error_ratio=0.5)
     groups = [(FAILS, COMPLETED), UNEQUAL, (FAILS, FAILS)]
-    samples, generated, metrics = collector(groups, rewards, dynamic_sampling=None).next(1, {})
+    made = collector(groups, rewards, dynamic_sampling=None)
+    samples, generated, metrics = made.next(1, {})
     assert group_ids(samples) == [0, 1, 1] and [sample.index for sample in samples] == [0, 1, 2]
+    assert [sample.group_id for sample, _ in made.failed] == [0, 2, 2] and "an odd one" in made.failed[0][1]
     assert metrics["reward/errors"] == 3 and metrics["reward/mean"] == pytest.approx(2 / 3)
 
 

@@ -1,6 +1,8 @@
 """`megarl reward`: what it prints, and what it refuses."""
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 from end_to_end import ROOT, Run
@@ -80,6 +82,13 @@ def test_a_logged_sample_has_the_columns_of_its_row_again(folder, capsys):
     assert "groups: 1, 0 of them with equal rewards" in capsys.readouterr().out
 
 
+def test_a_logged_sample_of_unknown_data_has_what_its_line_says(folder, capsys):
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Ann has 3 pens."}]
+    write("samples.jsonl", [logged(text, messages=messages, source=None) for text in ("#### 7", "#### 8")])
+    assert reward("--samples", "samples.jsonl", "data.system_prompt=Think.") == 0
+    assert "1  samples.jsonl:1, answer '7', completed: '#### 7'" in capsys.readouterr().out
+
+
 def test_constant_rewards_are_refused_with_what_to_try(folder, capsys):
     write("samples.jsonl", [logged("7"), logged("8")])
     assert reward("--samples", "samples.jsonl") == 1
@@ -95,16 +104,23 @@ def test_a_reward_that_fails_is_refused_and_the_others_are_shown(folder, capsys)
     out, err = capsys.readouterr()
     assert out.startswith("3 responses, 1 rewards failed\n") and "returned None: wanted a finite number" in out
     assert "1 of 3 rewards failed" in err
+    logs = Path(out.splitlines()[-1].removeprefix("logs are in "))
+    assert (logs / "reward-0.log").is_file()
+    shutil.rmtree(logs)
 
 
 def test_wrong_rows_are_all_named(folder, capsys):
     other = [{"role": "user", "content": "Something else?"}]
-    write("samples.jsonl", [logged("7", messages=other), {"question": "Why?", "answer": "1"}, {"answer": "1"}])
+    rows = [logged("7", messages=other), {"question": "Why?", "answer": "1"}, {"answer": "1"}]
+    rows += [logged("7", status="done"), logged("7", messages="x", source=None), logged(None)]
+    write("samples.jsonl", rows)
     assert reward("--samples", "samples.jsonl") == 2
     err = capsys.readouterr().err
     assert "samples.jsonl:1: messages: not those of rows.jsonl:1, which has changed since" in err
     assert "samples.jsonl:2: response: wanted a response's text, given None" in err
     assert "samples.jsonl:3: no column question" in err
+    assert "samples.jsonl:4: status: given 'done', valid: completed, truncated, aborted" in err
+    assert "samples.jsonl:6: response: wanted a response's text, given None" in err
 
 
 def test_what_has_no_rewards_and_no_prompts_is_refused(folder, capsys):

@@ -70,7 +70,7 @@ def test_logprobs_that_are_not_finite_skip_the_step_and_its_line_is_still_writte
     trainer.kl = KLController(0.0)
     trainer.skipped = SimpleNamespace(add=lambda when, samples, why: added.append(why), count=1)
     trainer.fleet = SimpleNamespace(generate=generate, push=lambda version: {"sync/canary_diff": 0.0}, restarts=0)
-    trainer.run = SimpleNamespace(log_samples=lambda step, samples: None)
+    trainer.run = SimpleNamespace(log_samples=lambda step, samples: None, log_failed=lambda step, failed: None)
     inputs = SimpleNamespace(prompts=[Prompt([], [1])], weights=None, tokenizer=None)
     trainer.collector = Collector(trainer.config, inputs, trainer.fleet, scorer(settings["algorithm"]["reward"]))
     trainer.console = SimpleNamespace(loud=lambda text: None)

@@ -84,7 +84,7 @@ def make(log, roles=None, statuses=(Status.COMPLETED, Status.TRUNCATED) * 2, val
     def log_samples(step, samples):
         trainer.logged.extend(sample.reward for sample in samples)
 
-    run = SimpleNamespace(log_samples=log.note("log_samples", log_samples))
+    run = SimpleNamespace(log_samples=log.note("log_samples", log_samples), log_failed=lambda step, failed: None)
     skipped = SimpleNamespace(add=log.note("skip"), count=0)
     inputs = SimpleNamespace(prompts=[Prompt([], [1], metadata={"number": i}) for i in range(100)], tokenizer=None, weights=None)
     console = SimpleNamespace(line=log.note("line"), loud=log.note("loud"))

@@ -1,4 +1,4 @@
-"""runs/NAME/: config.yaml, env.json, metrics.jsonl, samples.jsonl, logs/, checkpoints/, and skipped/ if need be."""
+"""runs/NAME/: config.yaml, env.json, metrics.jsonl, samples.jsonl, logs/, checkpoints/; failed_rewards.jsonl, skipped/ if need be."""
 
 import importlib.metadata
 import json
@@ -64,6 +64,14 @@ class RunDirectory:
                 "source": sample.prompt.metadata.get("source"),
             }
             self._samples.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+    def log_failed(self, step: int, failed: list[tuple[Sample, str]]) -> None:
+        """Samples that were dropped as their reward failed, into a file that is there only where there are some."""
+        for sample, reason in failed:
+            row = {"step": step, "group": sample.group_id, "source": sample.prompt.metadata.get("source")}
+            row |= {"response": sample.response_text, "answer": sample.prompt.answer, "error": reason}
+            with open(self.path / "failed_rewards.jsonl", "a") as file:
+                file.write(json.dumps(row) + "\n")
 
     def complete(self, checkpoint: Path, rows: PromptStream, tokenizer: "PreTrainedTokenizerBase") -> None:
         """Put into a checkpoint where in the data the run is, and the chat template where it is not the model's own."""

@@ -1,6 +1,7 @@
 """The reward `model`: what a trained reward model says of whole conversations, on the Megatron engine or by SGLang."""
 
 import math
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -16,6 +17,7 @@ from megarl.data.chat import load_tokenizer, read_tokenizer, render
 from megarl.data.responses import with_score_token
 from megarl.engine.hf.shape import ModelShape
 from megarl.errors import ConfigError, RunError
+from megarl.rewards.pool import Outcome
 from megarl.rollout.client import RolloutClient
 from megarl.rollout.server import CLASSIFIERS
 from megarl.sample import Prompt, Sample, Status
@@ -109,22 +111,28 @@ class RewardModel:
         stack.callback(client.close)
         return cls(tokens, partial(begin_on_servers, client, urls), [])
 
-    def start_score(self, samples: list[Sample]) -> Callable[[], list[float]]:
-        """Begin to score; the returned function waits for each sample's score, in order.
+    def start_score(self, samples: list[Sample]) -> Callable[[], list[Outcome]]:
+        """Begin to score; the returned function waits for what is said of each sample, in order: an error where a score
+        is not finite.
 
-        Both raise RunError naming a sample that cannot be read or whose score is not finite, or the rank or server that
-        died, failed or was late (cluster.call_timeout_s; rollout.request_timeout_s and rollout.max_retries).
+        Both raise RunError naming a sample that cannot be read, or the rank or server that died, failed or was late
+        (cluster.call_timeout_s; rollout.request_timeout_s and rollout.max_retries).
         """
+        start = time.perf_counter()
         wait = self._begin(self.tokens.encode(samples))
 
-        def scores() -> list[float]:
+        def outcomes() -> list[Outcome]:
             answers = wait()
-            for sample, (who, score) in zip(samples, answers, strict=True):
-                if not math.isfinite(score):
-                    raise RunError(f"{who}: the score of {name_of(sample)} is {score:g}, which is not finite")
-            return [score for _, score in answers]
+            seconds = time.perf_counter() - start
+            return [outcome_of(sample, *answer, seconds) for sample, answer in zip(samples, answers, strict=True)]
 
-        return scores
+        return outcomes
+
+
+def outcome_of(sample: Sample, who: str, score: float, seconds: float) -> Outcome:
+    if math.isfinite(score):
+        return Outcome(score, {}, None, seconds)
+    return Outcome(None, {}, f"{who}: the score of {name_of(sample)} is {score:g}, which is not finite", seconds)
 
 
 def begin_on_ranks(ranks: RoleGroup, token_ids: list[list[int]]) -> Callable[[], list[tuple[str, float]]]:

@@ -71,14 +71,16 @@ class Scorer:
         if not self.rewards:
             return Scored(samples, {}, {})
         wait_model = self.model.start_score(samples) if self.model else None
-        outcomes = self.pool.run(samples, give_up=lambda num_failed: num_failed > self.allowed(len(samples)))
+        allowed = self.allowed(len(samples))
+        outcomes = self.pool.run(samples, give_up=lambda num_failed: num_failed > allowed)
         failures = failures_of(outcomes)
+        if wait_model and len(failures) <= allowed:
+            scores = wait_model()
+            outcomes |= {name: scores for name, part in self.rewards.items() if (part.function or name) == MODEL}
+            failures = failures_of(outcomes)
         if failures:
             self.settle(samples, failures)
         times = latency_metrics([outcome for column in outcomes.values() for outcome in column])
-        if wait_model:
-            scores = [Outcome(value, {}, None, 0.0) for value in wait_model()]
-            outcomes |= {name: scores for name, part in self.rewards.items() if (part.function or name) == MODEL}
         dropped = set(failures)
         if self.settings.on_error == "drop_group":
             groups = {samples[index].group_id for index in failures}

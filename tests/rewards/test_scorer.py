@@ -3,13 +3,15 @@
 import math
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from scoring import REPORTED, samples_with, scorer
 
 from megarl.config_rewards import RewardConfig
 from megarl.errors import RunError
-from megarl.rewards.scorer import normalized, sum_up
+from megarl.rewards.pool import Outcome
+from megarl.rewards.scorer import Scorer, normalized, sum_up
 from megarl.sample import Status
 
 ONE_FAILS = ["18", "19", "many", "18"]  # the third answer is no number
@@ -100,6 +102,24 @@ def test_more_failures_than_allowed_stop_the_run():
 @pytest.mark.parametrize("ratio, num_samples, allowed", [(0.1, 10, 1), (0.1, 9, 0), (0.29, 100, 29), (0.57, 100, 57)])
 def test_a_share_that_may_fail_is_a_number_of_samples(ratio, num_samples, allowed):
     assert scorer("gsm8k", on_error="drop_group", max_error_ratio=ratio).allowed(num_samples) == allowed
+
+
+def with_model(scorer: Scorer, values: list[float | None]) -> Scorer:
+    """The reward `model` says these, and fails where it says None."""
+    outcomes = [Outcome(value, {}, None if value is not None else "no score", 0.5) for value in values]
+    scorer.rewards = scorer.rewards | {"judged": RewardConfig(function="model", weight=2.0)}
+    scorer.model = SimpleNamespace(start_score=lambda samples: lambda: outcomes)
+    return scorer
+
+
+def test_the_reward_model_is_a_part_and_its_failures_are_settled_like_others():
+    scored = with_model(scorer("gsm8k"), [0.25, -1.0]).score(samples_with(["18", "19"]))
+    assert [sample.reward for sample in scored.samples] == [1.5, -2.0] and scored.metrics["reward/latency_p99_s"] > 0.4
+    with pytest.raises(RunError, match="no score .rewards.on_error: fail"):
+        with_model(scorer("gsm8k"), [0.25, None]).score(samples_with(["18", "19"]))
+    dropping = scorer("gsm8k", on_error="drop_sample", max_error_ratio=0.5)
+    scored = with_model(dropping, [None, 0.0, 0.0, 1.0]).score(samples_with(ONE_FAILS))
+    assert [sample.prompt.answer for sample in scored.samples] == ["19", "18"] and list(scored.failures) == [0, 2]
 
 
 def test_importing_rewards_loads_nothing_heavy():

@@ -92,8 +92,8 @@ def test_scores_are_those_of_transformers_in_the_order_of_the_samples(trained, s
     samples = [*samples, full, samples[0]]
     model = connect([server.url])
     first, second = model.start_score(samples[:30]), model.start_score(samples[30:])
-    scores_30, scores = second(), first()
-    scores += scores_30
+    last, outcomes = second(), first()
+    scores = [outcome.value for outcome in outcomes + last]
     expected = [theirs(sample.token_ids[None]).logits.item() for sample in samples]
     assert scores == pytest.approx(expected, abs=1e-4) and scores[0] == pytest.approx(scores[-1], abs=1e-5)
     assert torch.tensor(expected).std() > 0.1
