@@ -29,7 +29,12 @@ CASES: dict[str, dict] = {  # label -> algorithm.reward
     "format": {"format": {}},
     "diversity": {"diversity": {}},
     "code, five tests each": {"code": {}},
-    "gsm8k + format + length + completed": {"gsm8k": {}, "format": {}, "length": {"options": {"high": 400}}, "completed": {}},
+    "gsm8k + format + length + completed": {
+        "gsm8k": {},
+        "format": {},
+        "length": {"options": {"high": 400}},
+        "completed": {},
+    },
 }
 
 

@@ -1,4 +1,5 @@
-"""The command line: parse, call, exit code. 0: done, 1: the run failed, 2: the input is wrong, 130: interrupted."""
+"""The command line: parse, call, exit code. 0: done, 1: the run failed or data are bad, 2: the input is wrong, 130:
+interrupted."""
 
 import argparse
 import os

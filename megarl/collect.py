@@ -16,8 +16,8 @@ from megarl.sample import Sample
 
 
 class Collector:
-    """`kept`: groups that earlier steps had no room for, the oldest first; they come before new ones. `failed`: samples of
-    this step that were dropped as their reward failed, with the reason."""
+    """`kept`: groups that earlier steps had no room for, the oldest first; they come before new ones. `failed`: samples
+    of this step that were dropped as their reward failed, with the reason."""
 
     def __init__(self, config: Config, inputs: Inputs, fleet: Fleet, scorer: Scorer):
         self.config = config

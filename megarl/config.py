@@ -8,7 +8,7 @@ from pydantic import Field
 from megarl import config_file
 from megarl.config_algorithm import AlgorithmConfig
 from megarl.config_checks import check, violations
-from megarl.config_data import DataConfig, SourceConfig
+from megarl.config_data import DataConfig
 from megarl.config_describe import describe
 from megarl.config_errors import covers, validate
 from megarl.config_guards import GuardsConfig
@@ -16,7 +16,7 @@ from megarl.config_rewards import RewardsConfig
 from megarl.config_section import Section
 from megarl.errors import ConfigError
 
-__all__ = ["Config", "DataConfig", "SourceConfig", "check", "describe", "load"]
+__all__ = ["Config", "check", "describe", "load"]
 
 
 class ToyConfig(Section):
@@ -65,7 +65,9 @@ class WarmStartOptimizerConfig(OptimizerConfig):
 class WarmStartConfig(Section):
     """A short supervised start on worked responses, by the same engine: the usual remedy for all-zero rewards."""
 
-    data: str | None = Field(None, description="JSONL with data.prompt_key and data.response_key; null: no warm start")
+    data: str | None = Field(
+        None, description="JSONL or Parquet file with data.prompt_key and data.response_key; null: no warm start"
+    )
     steps: int = Field(600, ge=1)
     batch_size: int = Field(64, ge=1, description="in samples")
     optimizer: WarmStartOptimizerConfig = WarmStartOptimizerConfig()

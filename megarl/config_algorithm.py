@@ -70,8 +70,9 @@ class AlgorithmConfig(Section):
     epochs: int = Field(1, ge=1, description="passes over a step's samples")
     reward: Rewards = Field(
         {"gsm8k": {}},
-        description="a name in megarl.rewards.REWARDS, or pkg.module:function; or several by name, with their weights "
-        "or whole sections: {gsm8k: 1.0, short: {function: length, weight: 0.1, options: {high: 200}}}; null: none",
+        description="a name in megarl.rewards.REWARDS, model, or pkg.module:function; or several by name, with their "
+        "weights or whole sections: {gsm8k: 1.0, short: {function: length, weight: 0.1, options: {high: 200}}}; null: "
+        "none",
     )
 
     advantage: Literal[

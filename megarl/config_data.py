@@ -54,8 +54,7 @@ class DataConfig(Section):
     rejected_key: str = Field("rejected", description="column with the other one")
     system_prompt: str | None = None
     chat_template: str | None = Field(
-        None,
-        description="a file with a Jinja template, the name of one of the tokenizer's, or chatml; null: the tokenizer's",
+        None, description="a file with a Jinja template, the name of one of the tokenizer's, or chatml; null: its own"
     )
     max_prompt_tokens: int = Field(1024, ge=1, description="templated length")
     overlong: Literal["drop", "refuse", "truncate_left", "truncate_right"] = Field(

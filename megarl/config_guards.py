@@ -1,20 +1,13 @@
-"""The guards' section of the config: from which metrics on `megarl.monitor.guards` raises an alarm.
+"""The guards' section of the config: from which value of a metric on `megarl.monitor.guards` raises an alarm.
 
 The defaults are silent in the quickstart, for 150 steps too, and under the algorithms of benchmarks/algorithms.py.
-A guard whose metrics a run does not have is silent as well: to set it up all the same is refused.
 """
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from pydantic import Field
 
 from megarl.config_section import Section
-from megarl.config_unread import Unread, unread
-from megarl.config_violation import Violation
-
-if TYPE_CHECKING:
-    from megarl.config import Config
 
 
 class GuardConfig(Section):
@@ -106,33 +99,3 @@ class GuardsConfig(Section):
     reward_hacking: RewardHackingConfig = RewardHackingConfig()
     mismatch: MismatchConfig = MismatchConfig()
     grad_norm: GradNormConfig = GradNormConfig()
-
-
-def check_guards(config: "Config") -> Iterator[Violation]:
-    high, low = config.guards.kl.high, config.guards.kl.low
-    if high is not None and low is not None and low >= high:
-        text = f"given {low:g}, but guards.kl.high is {high:g}: between them is no band; valid: less than that"
-        yield Violation(text, ("guards.kl.low", "guards.kl.high"))
-    yield from unread(config, without_metrics(config))
-
-
-def without_metrics(config: "Config") -> Unread:
-    """The guards that would never say anything in this run."""
-    algorithm, reasons = config.algorithm, {}
-    if not config.roles.reference.enabled:
-        why = "roles.reference.enabled is false: there is no kl/ref"
-        reasons["guards.kl"] = (why, "roles.reference.enabled")
-    if algorithm.old_logprobs == "rollout":
-        why = "with algorithm.old_logprobs: rollout the trainer scores nothing"
-        reasons |= dict.fromkeys(("guards.entropy", "guards.mismatch"), (why, "algorithm.old_logprobs"))
-    if config.data.validation is None:
-        reasons["guards.reward_hacking"] = ("data.validation is null: there is no held-out reward", "data.validation")
-    if algorithm.group_size == 1:
-        reasons["guards.duplicates"] = ("algorithm.group_size is 1: there are no groups", "algorithm.group_size")
-    if algorithm.advantage == "distillation":
-        why = "distillation learns from the teacher's log-probs alone"
-        reasons["guards.constant_reward"] = (why, "algorithm.advantage")
-    if not algorithm.reward:
-        why = ("algorithm.reward is null: there are no rewards", "algorithm.reward")
-        reasons |= {f"guards.{name}": why for name in ("constant_reward", "duplicates", "reward_hacking")}
-    return reasons

@@ -19,7 +19,8 @@ IGNORES_REWARD = {  # advantages that do not read Sample.reward
     "gdpo": "gdpo reads the parts of a reward, not their sum",
     "distillation": "distillation learns from the teacher's log-probs alone",
 }
-OWN_LIMITS = ("deadline_s", "timeout_s")  # options that limit a call from within: all of it, or what has only this one
+# options that limit a call from within, the wider one first: beside a deadline a timeout is that of one attempt
+OWN_LIMITS = ("deadline_s", "timeout_s")
 ROLES = ("roles.reward_model", "roles.reward_server")  # what gives the reward `model`
 
 

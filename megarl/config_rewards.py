@@ -11,7 +11,7 @@ class RewardConfig(Section):
     """One reward of the sum."""
 
     function: str | None = Field(
-        None, description="a name in megarl.rewards.REWARDS, or pkg.module:function; null: the key's own name"
+        None, description="a name in megarl.rewards.REWARDS, model, or pkg.module:function; null: the key's own name"
     )
     weight: float = 1.0
     normalize: Literal["none", "z_score", "min_max"] = Field(
@@ -43,8 +43,7 @@ Rewards = Annotated[dict[str, RewardConfig], BeforeValidator(as_rewards), PlainS
 
 
 class RewardsConfig(Section):
-    """How rewards are run, and what becomes of those that fail: one that raises, is late, or returns no finite number.
-    """
+    """How rewards are run, and what becomes of one that fails: that raises, is late, or returns no finite number."""
 
     on_error: Literal["fail", "drop_sample", "drop_group"] = Field(
         "fail", description="the run stops, or goes on without the sample, or without all samples of its prompt"

@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from megarl.config_guards import check_guards
+from megarl.config_guard_checks import check_guards
 from megarl.config_reward_checks import IGNORES_REWARD, REWARD_CHECKS
 from megarl.config_unread import Unread, unread
-from megarl.config_violation import Violation, in_yaml
+from megarl.config_violation import Violation
 from megarl.presets import GROUP_RELATIVE, PAIRS, PRESETS, USUAL_CLIPS
 
 if TYPE_CHECKING:

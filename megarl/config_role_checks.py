@@ -111,8 +111,11 @@ def check_recompute(config: "Config", name: str) -> Iterator[Violation]:
 
 def check_recomputed_modules(config: "Config", name: str, shape: ModelShape) -> Iterator[Violation]:
     modules = config.roles.trained[name].recompute_modules or []
-    missing, present, why = ("mlp", "moe", "experts in place of MLPs") if shape.num_experts else ("moe", "mlp", "no experts")
-    if missing in modules:
+    if shape.num_experts:
+        absent, present, why = "mlp", "moe", "experts in place of MLPs"
+    else:
+        absent, present, why = "moe", "mlp", "no experts"
+    if absent in modules:
         text = f"given {modules}, but the model ({shape.family}) has {why}; valid: core_attn, {present}"
         yield Violation(text, (f"roles.{name}.recompute_modules", "model.path"))
 

@@ -26,7 +26,7 @@ class Prompt:
     messages: list[dict[str, Any]]  # chat turns, the last one the user's or a tool's
     token_ids: list[int]  # the templated prompt, generation prompt included
     answer: str | None = None  # the reference answer, for a rule reward
-    metadata: dict = field(default_factory=dict)  # the row's other columns, and its `source` (file:line)
+    metadata: dict = field(default_factory=dict)  # the row's other columns, and as `source` its place (file:line)
     tools: list[dict] | None = None  # JSON schemas that the chat template was given
     source_index: int = 0  # place of its source among those of data.train, or of data.validation
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from megarl.cluster.cluster import Cluster
 from megarl.cluster.placement import REWARD_SERVER, SERVER
-from megarl.config import Config, DataConfig
+from megarl.config import Config
+from megarl.config_data import DataConfig
 from megarl.data import toy
 from megarl.data.dataset import parse_prompt
 from megarl.data.row_errors import raise_if_any, short

@@ -323,7 +323,7 @@ class Trainer:
         metrics = {"step": step, "validation/reward_mean": mean, "validation/num_prompts": num_prompts}
         metrics |= {f"validation/{name}": value for name, value in part_means(scored.samples).items()}
         self.run.log_metrics(metrics | {"validation/reward_errors": len(scored.failures)})
-        self.guard(self.guards.check_validation(metrics))
+        self.guard(self.guards.check(metrics))
         self.console.line(f"validation after step {step}: mean reward {mean:.3f} on {num_prompts} held-out prompts")
 
     def save(self, name: str) -> None:

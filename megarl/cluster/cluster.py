@@ -78,8 +78,8 @@ class Cluster:
         return self.parts is None or part in self.parts
 
     def start_servers(self) -> None:
-        """Start all servers and return at once; `wait_servers`, `wait_teachers` and
-        `wait_reward_servers` wait for them, `check_servers` does not."""
+        """Start all servers and return at once; `wait_servers`, `wait_teachers` and `wait_reward_servers` wait for
+        them, `check_servers` does not."""
         for section, servers in self.config.servers.items():
             for index in range(servers.servers if self._has(placement.SERVERS[section]) else 0):
                 self._servers[f"{placement.SERVERS[section]} {index}"] = self._server(section, index)

@@ -1,1 +1,1 @@
-"""Data: rows to prompts, their order, the chat template, and the toy task."""
+"""Data: rows to prompts and samples, their order, their quality, the chat template, and the toy task."""

@@ -40,11 +40,7 @@ def find_columns(source: SourceConfig, keys: dict[str, str | None]) -> Columns:
     Raises ConfigError where a named column is not there, where there is none for the prompt, and where the file has no
     rows at all.
     """
-    errors: list[str] = []
-    values: dict[str, Any] = {}  # the first of each column
-    for _, row in read_source(source, errors):
-        for name, value in row.items():
-            values.setdefault(name, value)
+    values, errors = first_values(source)
     if not values:
         raise_if_any(errors, source)
         raise ConfigError(f"{source}: no rows")
@@ -64,6 +60,21 @@ def find_columns(source: SourceConfig, keys: dict[str, str | None]) -> Columns:
     if (keys["chosen"] or keys["rejected"]) and (None in pair or keys["response"]):
         raise ConfigError(f"{source}: --chosen-key and --rejected-key go together, without --response-key; {columns}")
     responses = (found["response"],) if keys["response"] or None in pair else pair
-    if keys["reward"] is None and type(values.get(found["reward"])) not in (int, float):
-        found["reward"] = None
+    if keys["reward"] is None:
+        found["reward"] = usual_reward(values)
     return Columns(found["prompt"], found["answer"], tuple(filter(None, responses)), found["reward"])
+
+
+def first_values(source: SourceConfig) -> tuple[dict[str, Any], list[str]]:
+    """(The first value of each column, errors of rows that cannot be read.)"""
+    errors: list[str] = []
+    values: dict[str, Any] = {}
+    for _, row in read_source(source, errors):
+        for name, value in row.items():
+            values.setdefault(name, value)
+    return values, errors
+
+
+def usual_reward(values: dict[str, Any]) -> str | None:
+    """The column of a usual name that holds numbers."""
+    return next((name for name in USUAL_NAMES["reward"] if type(values.get(name)) in (int, float)), None)

@@ -4,8 +4,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megarl.config import DataConfig
-from megarl.config_data import SourceConfig
+from megarl.config_data import DataConfig, SourceConfig
 from megarl.data import chat
 from megarl.data.messages import parse_messages, parse_tools
 from megarl.data.overlong import fit_prompts

@@ -57,8 +57,8 @@ def jaccard(first: frozenset[str], second: frozenset[str]) -> float:
 def search_within(texts: list[str]) -> Search:
     """Each text with a Jaccard similarity of at least 0.8 to an earlier one that has no match itself.
 
-    Of more than MAX_TEXTS or MAX_CHARACTERS a part drawn by a fixed seed is searched; after MAX_COMPARISONS, which texts
-    of one template reach, the search ends.
+    Of more than MAX_TEXTS or MAX_CHARACTERS a part drawn by a fixed seed is searched; after MAX_COMPARISONS, which
+    texts of one template reach, the search ends.
     """
     return _search(texts, _Index(texts), (), is_growing=True)
 

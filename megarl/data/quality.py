@@ -28,9 +28,9 @@ from megarl.data.odd_text import (
     normalise,
     odd_character,
 )
+from megarl.data.row_errors import NUM_SHOWN_ERRORS
 from megarl.rewards.gsm8k import parse_number
 
-NUM_ERRORS = 10  # shown
 NUMERIC_SHARE = 0.9  # of the answers, above which the others are odd
 
 
@@ -76,7 +76,7 @@ def rows(num_rows: int, errors: list[str]) -> Check:
     """Rows that cannot be read, or whose columns hold what they may not, have been left out of all other checks."""
     finding = f"{num_rows:,} rows read, {len(errors):,} errors"
     verdict: Verdict = "bad" if errors or not num_rows else "ok"
-    return Check("rows", verdict, finding, "bad if none or with errors", first_of(errors, NUM_ERRORS))
+    return Check("rows", verdict, finding, "bad if none or with errors", first_of(errors, NUM_SHOWN_ERRORS))
 
 
 def duplicates(records: list[Record]) -> Check:

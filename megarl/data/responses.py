@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megarl.config import DataConfig
-from megarl.config_data import SourceConfig
+from megarl.config_data import DataConfig, SourceConfig
 from megarl.data.dataset import parse_prompt
 from megarl.data.row_errors import has_column, raise_if_any, short
 from megarl.data.sources import listed, read_source, sources_of

@@ -17,10 +17,10 @@ def raise_if_any(errors: list[str], where: str | Path) -> None:
     raise ConfigError("\n  ".join([count + ":", *shown]))
 
 
-def has_column(row: dict, where: str, column: str, named_by: str, errors: list[str]) -> bool:
+def has_column(row: dict, place: str, column: str, named_by: str, errors: list[str]) -> bool:
     if column not in row:
         columns = ", ".join(row) or "none"
-        errors.append(f"{where}: no column {column}, or null in it ({named_by}); columns: {columns}")
+        errors.append(f"{place}: no column {column}, or null in it ({named_by}); columns: {columns}")
     return column in row
 
 

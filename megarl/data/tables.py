@@ -1,12 +1,13 @@
 """The rows of a config's data, or of one file, as the checks of quality look at them."""
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from megarl.config import Config, DataConfig, SourceConfig
+from megarl.config import Config
+from megarl.config_data import DataConfig, SourceConfig
 from megarl.data import chat, toy
-from megarl.data.columns import Columns, find_columns
+from megarl.data.columns import Columns, find_columns, first_values, usual_reward
 from megarl.data.messages import parse_messages, parse_tools
 from megarl.data.overlong import prompt_limit
 from megarl.data.quality import Record
@@ -17,6 +18,7 @@ from megarl.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
 
 @dataclass(frozen=True)
 class Table:
@@ -50,7 +52,11 @@ def read_config(config: Config) -> list[Table]:
         source = SourceConfig(path=config.warm_start.data)
         given.append(("warm_start.data", source, Columns(data.prompt_key, responses=(data.response_key,))))
     given += [("data.validation", source, columns) for source in data.validation or []]
-    return [_read(key, source, columns, data, tokenizer, limit) for key, source, columns in given]
+    tables = []
+    for key, source, columns in given:
+        columns = replace(columns, reward=usual_reward(first_values(source)[0]))
+        tables.append(_read(key, source, columns, data, tokenizer, limit))
+    return tables
 
 
 def read_file(

@@ -55,7 +55,7 @@ class Guards:
         self.watches: dict[str, Watch] = {}
 
     def check(self, metrics: Metrics) -> list[Alarm]:
-        """Once per step, with all of its metrics."""
+        """Once per step and once per validation, with `step` and all other metrics of it."""
         alarms = []
         for name, (needs, guard) in GUARDS.items():
             config: GuardConfig = getattr(self.config, name)
@@ -68,10 +68,6 @@ class Guards:
                 in_a_row = f", {watch.num_bad} times in a row" if watch.num_bad > 1 else ""
                 alarms.append(Alarm(name, metrics["step"], config.action, f"{where}{in_a_row}: {problem}"))
         return alarms
-
-    def check_validation(self, metrics: Metrics) -> list[Alarm]:
-        """After each validation, with `step` and its metrics."""
-        return self.check(metrics)
 
     def _is_due(self, watch: Watch, is_bad: bool, patience: int, step: int) -> bool:
         if not is_bad:

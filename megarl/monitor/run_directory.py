@@ -1,4 +1,5 @@
-"""runs/NAME/: config.yaml, env.json, metrics.jsonl, samples.jsonl, logs/, checkpoints/; failed_rewards.jsonl, skipped/ if need be."""
+"""runs/NAME/: config.yaml, env.json, metrics.jsonl, samples.jsonl, logs/, checkpoints/, and if need be
+failed_rewards.jsonl and skipped/."""
 
 import importlib.metadata
 import json
@@ -67,17 +68,19 @@ class RunDirectory:
 
     def log_failed(self, step: int, failed: list[tuple[Sample, str]]) -> None:
         """Samples that were dropped as their reward failed, into a file that is there only where there are some."""
-        for sample, reason in failed:
-            row = {"step": step, "group": sample.group_id, "source": sample.prompt.metadata.get("source")}
-            row |= {"response": sample.response_text, "answer": sample.prompt.answer, "error": reason}
-            with open(self.path / "failed_rewards.jsonl", "a") as file:
+        if not failed:
+            return
+        with open(self.path / "failed_rewards.jsonl", "a") as file:
+            for sample, reason in failed:
+                row = {"step": step, "group": sample.group_id, "source": sample.prompt.metadata.get("source")}
+                row |= {"response": sample.response_text, "answer": sample.prompt.answer, "error": reason}
                 file.write(json.dumps(row) + "\n")
 
     def complete(self, checkpoint: Path, rows: PromptStream, tokenizer: "PreTrainedTokenizerBase") -> None:
         """Put into a checkpoint where in the data the run is, and the chat template where it is not the model's own."""
         (checkpoint / "data.json").write_text(json.dumps(rows.state_dict()) + "\n")
         if self.config.data.chat_template is not None:
-            (checkpoint / "hf" / "chat_template.jinja").write_text(tokenizer.chat_template)
+            (checkpoint / "hf" / "chat_template.jinja").write_text(tokenizer.chat_template, encoding="utf-8")
 
     def dump_batch(self, name: str, samples: list[Sample]) -> Path:
         """Samples with all their tensors, for `torch.load(file, weights_only=False)`."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import AfterValidator, Field, ValidationInfo
 
 from megarl.errors import RunError
+from megarl.rewards.format import Pattern
 from megarl.rewards.remote import EnvironmentName, HttpUrl, NumRetries, Seconds, excerpt, read_token
 
 if TYPE_CHECKING:
@@ -50,12 +51,8 @@ def check_prompt(prompt: str) -> str:
     return prompt
 
 
-def check_pattern(pattern: str) -> str:
-    try:
-        num_groups = re.compile(pattern).groups
-    except re.error as error:
-        raise ValueError(f"it is no regular expression: {error}") from None
-    if num_groups != 1:
+def check_groups(pattern: str) -> str:
+    if (num_groups := re.compile(pattern).groups) != 1:
         raise ValueError(f"it has {num_groups} groups; valid: one, around the number")
     return pattern
 
@@ -80,7 +77,7 @@ async def judge(
     model: str,
     prompt: Annotated[str, AfterValidator(check_prompt)] = PROMPT,
     system: str | None = None,
-    pattern: Annotated[str, AfterValidator(check_pattern)] = PATTERN,
+    pattern: Annotated[Pattern, AfterValidator(check_groups)] = PATTERN,
     low: float = 0.0,
     high: Annotated[float, AfterValidator(check_high)] = 10.0,
     temperature: Annotated[float, Field(ge=0)] | None = 0.0,

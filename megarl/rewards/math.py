@@ -36,6 +36,7 @@ BOX = re.compile(r"\\boxed\s*\{")
 TOKEN = re.compile(r"\{+|\}+|\\(?:boxed\s*\{|\\(?!boxed)|[{}])")
 DECIMAL = re.compile(r"[+-]?[0-9.,]+([eE][+-]?[0-9]+)?")  # no unit, which parse_number would pass over
 START_S = 120.0  # for the process to import sympy on a busy machine
+KILL_S = 30.0  # for the kernel to end a killed process
 
 
 def math(sample: "Sample", *, timeout_s: Annotated[float, Field(gt=0)] = 5.0) -> float:
@@ -141,7 +142,7 @@ class Comparer:
 
     def _kill(self) -> None:
         self.process.kill()
-        self.process.wait()
+        self.process.wait(KILL_S)
         self.process.stdin.close()
         self.connection.close()
 

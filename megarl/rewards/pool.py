@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from megarl.sample import Sample
 
 LATE_S = 2.0  # that an event loop may be late with ending what is over its limit
+LATENCY_LEVELS = (50, 95, 99)  # percentiles
 
 
 @dataclass(frozen=True)
@@ -99,8 +100,8 @@ class RewardPool:
         """What each call says of each sample, in their order; samples go without their log-probs.
 
         `give_up` is asked with the number of samples that have an error whenever there are some; where it says yes, all
-        that is not finished is ended, and has neither value nor error. Raises RunError where a process cannot be started,
-        or a reward not be loaded in it.
+        that is not finished is ended, and has neither value nor error. Raises RunError where a process cannot be
+        started, or a reward not be loaded in it.
         """
         outcomes: dict[str, list[Outcome | None]] = {name: [None] * len(samples) for name in self.queues}
         failed: set[int] = set()
@@ -269,6 +270,5 @@ def latency_metrics(outcomes: list[Outcome]) -> dict[str, float]:
     """Percentiles of how long one sample's reward took, or the round's where it is for all samples."""
     if not outcomes:
         return {}
-    levels = (50, 95, 99)
-    seconds = np.percentile([outcome.seconds for outcome in outcomes], levels)
-    return {f"reward/latency_p{level}_s": float(value) for level, value in zip(levels, seconds)}
+    seconds = np.percentile([outcome.seconds for outcome in outcomes], LATENCY_LEVELS)
+    return {f"reward/latency_p{level}_s": float(value) for level, value in zip(LATENCY_LEVELS, seconds)}

@@ -1,21 +1,21 @@
-"""What a round of rewards shows before anything is trained on it: its distribution, its ends, and why it cannot teach."""
+"""What a round of rewards shows before training: its distribution, the samples at its ends, and why it cannot teach."""
 
 import statistics
 from collections.abc import Iterable
 
 from megarl.config import Config
+from megarl.data.findings import histogram
 from megarl.presets import GROUP_RELATIVE
+from megarl.rewards.pool import LATENCY_LEVELS
 from megarl.rewards.scorer import Scored
 from megarl.sample import Sample, Status
 
-NUM_BARS = 10
-BAR_WIDTH = 40
 NUM_SHOWN = 3  # responses at each end, and failures
-SHOWN_CHARACTERS = 300  # of a response: its end, where answers are
+NUM_SHOWN_CHARACTERS = 300  # of a response: its end, where answers are
 REMEDIES = """What helps:
 - where all are at the low end: a warm start on worked responses (warm_start.data, or algorithm.name: sft and its export
-  as model.path), easier prompts, a system prompt that asks for the form that the reward reads, more responses per prompt
-  (algorithm.group_size), longer ones where they are truncated (rollout.sampling.max_new_tokens);
+  as model.path), easier prompts, a system prompt that asks for the form that the reward reads, more responses per
+  prompt (algorithm.group_size), longer ones where they are truncated (rollout.sampling.max_new_tokens);
 - where all are at the high end: harder prompts;
 - where the responses below should not have equal rewards: the reward itself, or data.answer_key."""
 
@@ -68,8 +68,8 @@ def report(scored: Scored, num_samples: int) -> str:
         groups.setdefault(sample.group_id, set()).add(sample.reward)
     equal = sum(len(group) == 1 for group in groups.values())
     lines += ["", f"groups: {len(groups)}, {equal} of them with equal rewards"]
-    times = [f"{name.split('_')[1]} {value * 1e3:.3g} ms" for name, value in scored.metrics.items() if "latency" in name]
-    lines += ["time for one reward: " + ", ".join(times)] * bool(times)
+    times = [f"p{level} {scored.metrics[f'reward/latency_p{level}_s'] * 1e3:.3g} ms" for level in LATENCY_LEVELS]
+    lines += ["time for one reward: " + ", ".join(times)]
     ordered = sorted(samples, key=lambda sample: sample.reward)
     lines += ["", "lowest", *shown(ordered[:NUM_SHOWN]), "", "highest", *shown(ordered[: -NUM_SHOWN - 1 : -1])]
     return "\n".join(lines)
@@ -80,24 +80,11 @@ def table_row(name: str, values: list[float]) -> str:
     return f"{name:24}" + "".join(f"{number:10.4g}" for number in numbers) + f"{len(set(values)):10}"
 
 
-def histogram(values: list[float]) -> list[str]:
-    """A bar for each distinct value, or where there are many for each tenth of their range."""
-    distinct = sorted(set(values))
-    if len(distinct) <= NUM_BARS:
-        counts = {f"{value:10.4g}": values.count(value) for value in distinct}
-    else:
-        low, width = distinct[0], (distinct[-1] - distinct[0]) / NUM_BARS
-        places = [min(int((value - low) / width), NUM_BARS - 1) for value in values]
-        counts = {f"{low + i * width:10.4g} to {low + (i + 1) * width:<10.4g}": places.count(i) for i in range(NUM_BARS)}
-    most = max(counts.values())
-    return [f"{name}  {'#' * -(-count * BAR_WIDTH // most):{BAR_WIDTH}} {count}" for name, count in counts.items()]
-
-
 def shown(samples: Iterable[Sample]) -> list[str]:
     lines = []
     for sample in samples:
         text = sample.response_text
-        text = text if len(text) <= SHOWN_CHARACTERS else "..." + text[-SHOWN_CHARACTERS:]
+        text = text if len(text) <= NUM_SHOWN_CHARACTERS else "..." + text[-NUM_SHOWN_CHARACTERS:]
         source = sample.prompt.metadata.get("source", "a prompt")
         lines.append(f"  {sample.reward:g}  {source}, answer {sample.prompt.answer!r}, {sample.status.value}: {text!r}")
     return lines

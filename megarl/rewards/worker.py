@@ -93,7 +93,7 @@ class ForkServer:
     def close(self) -> None:
         self.control.close()
         self.process.kill()
-        self.process.wait()
+        self.process.wait(START_S)
 
 
 def main(control: socket.socket) -> None:

@@ -94,8 +94,7 @@ class Server:
     ):
         """`section` of the config: for messages. `shared_gpus`: those that a colocated actor has too, as
         CUDA_VISIBLE_DEVICES, and all of them, since a rank of the server must see the GPU of whoever hands it weights;
-        its own ranks are on those from place `first_gpu` on. `is_classifier`: of sequences, which it scores.
-        """
+        its own ranks are on those from place `first_gpu` on. `is_classifier`: it scores sequences."""
         if device not in ("cpu", "cuda"):
             raise ConfigError(f"device: {device!r} is neither cpu nor cuda")
         if errors := check_server_args(server_args):

@@ -416,6 +416,10 @@ def test_a_config_reports_on_all_its_data_in_tokens_with_leaks(tmp_path, toy_fol
     assert ("overlong prompts", "warm_start.jsonl") in found and ("leaks", "train.jsonl") not in found
     assert lines[-1].endswith("1 bad")
 
+    constant = config_of(tmp_path, toy_folder, [row | {"reward": 0.5} for row in train], held_out, warm_start)
+    found = verdicts(run(constant)[1])
+    assert found["rewards", "train.jsonl"] == "bad" and ("rewards", "validation.jsonl") not in found
+
     config = config_of(tmp_path, toy_folder, train, held_out, replaced(warm_start, question="7" * 113))
     code, lines = run(config, "data.system_prompt=null")
     found = verdicts(lines)

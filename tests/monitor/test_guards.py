@@ -11,7 +11,8 @@ from pydantic import ValidationError
 
 from megarl.config import Config
 from megarl.config_errors import known_keys
-from megarl.config_guards import GuardsConfig, check_guards
+from megarl.config_guard_checks import check_guards
+from megarl.config_guards import GuardsConfig
 from megarl.monitor.guards import GUARDS, Guards
 
 CONSTANT = {"reward/mean": 0.0, "reward/std": 0.0, "group/zero_std_ratio": 1.0}
@@ -137,9 +138,8 @@ HACKING = {
 def test_a_rising_reward_beside_a_falling_held_out_mean_is_an_alarm(validations, rewards, config, steps):
     guards, raised = Guards(GuardsConfig.model_validate({"reward_hacking": config})), []
     for line in hacking(validations, rewards):
-        is_validation = "validation/reward_mean" in line
-        found = guards.check_validation(line) if is_validation else guards.check(line)
-        assert is_validation or not found
+        found = guards.check(line)
+        assert "validation/reward_mean" in line or not found
         raised += [(alarm.guard, alarm.step) for alarm in found]
     assert raised == [("reward_hacking", step) for step in steps]
 
@@ -307,7 +307,7 @@ def test_a_band_without_width_is_refused(low, high, keys):
     assert [violation.keys for violation in check_guards(config)] == keys
 
 
-REWARDED = {"data": {"train": "t", "validation": "v"}}
+REWARDED = {"data": {"train": "t", "validation": "v"}, "trainer": {"steps": 10, "evaluate_every": 6}}
 DISTILLED = {"algorithm": {"name": "distillation"}}
 GUARDED = {
     name: {"patience": 2} for name in ("kl", "entropy", "mismatch", "reward_hacking", "duplicates", "constant_reward")
@@ -318,6 +318,7 @@ GUARDED = {
     "sections, guards",
     [
         (REWARDED, []),
+        (REWARDED | {"trainer": {"steps": 10, "evaluate_every": 0}}, ["reward_hacking"]),
         (REWARDED | {"roles": {"reference": {"enabled": False}}}, ["kl"]),
         (REWARDED | {"algorithm": {"old_logprobs": "rollout"}}, ["entropy", "mismatch"]),
         (REWARDED | {"algorithm": {"name": "reinforce_plus_plus", "group_size": 1}}, ["duplicates"]),

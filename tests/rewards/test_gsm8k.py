@@ -1,7 +1,6 @@
 """GSM8K's rule: every answer format that was once scored wrongly somewhere, and the choices made."""
 
 import json
-import random
 import time
 from decimal import Decimal
 

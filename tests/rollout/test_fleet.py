@@ -4,7 +4,8 @@ import pytest
 from server_faults import survive
 
 
-@pytest.mark.parametrize("placement", [pytest.param("disaggregated", marks=pytest.mark.soak), "colocated"])
+@pytest.mark.soak
+@pytest.mark.parametrize("placement", ["disaggregated", "colocated"])
 def test_a_server_that_hangs_or_dies_is_started_again_and_takes_the_weights_before_it_serves(tmp_path, placement):
     seen = survive(tmp_path, "cpu", placement=placement)
     lines = "\n".join(seen.lines)
