@@ -24,7 +24,7 @@ WORDS = "so we add the two numbers and then take half of what is left over from 
 TESTS = [{"expression": f"f({n})", "expected": n * n} for n in range(5)]
 CASES: dict[str, dict] = {  # label -> algorithm.reward
     "gsm8k": {"gsm8k": {}},
-    "math, answers equal as text": {"math": {}},
+    "math, whole numbers": {"math": {}},
     "math, compared by sympy": {"math": {}},
     "format": {"format": {}},
     "diversity": {"diversity": {}},

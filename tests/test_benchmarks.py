@@ -9,6 +9,7 @@ from end_to_end import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 from algorithms import RUNS  # noqa: E402
+from rewards import CASES as REWARD_CASES  # noqa: E402
 from trace_summary import span_and_busy  # noqa: E402
 
 
@@ -33,6 +34,15 @@ def test_kept_figures_show_that_it_learns_under_every_algorithm_as_the_readme_sa
         first, last, before, after = (run[key] for key in ("first_10", "last_10", "held_out_before", "held_out_after"))
         assert run["overrides"] == RUNS[label] and last - first >= 0.25 and after - before >= 0.25
         assert f"| {label} | {first:.2f} -> {last:.2f} ({last - first:+.2f}) | {before:.2f} -> {after:.2f} |" in readme
+
+
+def test_kept_figures_of_rewards_are_those_of_the_readme_and_half_of_the_responses_are_right():
+    results = json.loads((ROOT / "benchmarks/results/rewards_cpu.json").read_text())["results"]
+    readme = (ROOT / "README.md").read_text()
+    assert list(results) == list(REWARD_CASES)
+    for label, result in results.items():
+        assert f"| {label} | {result['round_s']:.2f} s | {result['responses_per_s']:,} |" in readme
+    assert all(results[label]["reward_mean"] == 0.5 for label in results if label.startswith(("math", "code", "gsm8k,")))
 
 
 def test_kept_trainer_figures_reach_the_bare_loop_of_their_run():
