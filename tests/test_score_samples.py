@@ -74,12 +74,12 @@ def test_rows_with_responses_are_scored_too_and_equal_prompts_are_a_group(folder
 
 
 def test_a_logged_sample_has_the_columns_of_its_row_again(folder, capsys):
-    tests = [{"expression": "f(2)", "expected": 4}]
-    write("rows.jsonl", [row | {"tests": tests} for row in ROWS])
-    double, triple = (f"```python\ndef f(x):\n    return {n} * x\n```" for n in (2, 3))
-    write("samples.jsonl", [logged(double), logged(triple)])
-    assert reward("--samples", "samples.jsonl", "algorithm.reward=code") == 0
-    assert "groups: 1, 0 of them with equal rewards" in capsys.readouterr().out
+    (folder / "my_rewards.py").write_text("def level(sample):\n    return sample.prompt.metadata['level']\n")
+    write("rows.jsonl", [row | {"level": level} for level, row in enumerate(ROWS, start=3)])
+    second = logged("?", 1, messages=[{"role": "user", "content": ROWS[1]["question"]}], source="rows.jsonl:2")
+    write("samples.jsonl", [logged("?"), second])
+    assert reward("--samples", "samples.jsonl", "algorithm={reward: my_rewards:level, name: reinforce_plus_plus}") == 0
+    assert "  4  rows.jsonl:2, answer '7'" in capsys.readouterr().out
 
 
 def test_a_logged_sample_of_unknown_data_has_what_its_line_says(folder, capsys):

@@ -20,6 +20,7 @@ from megarl.errors import RunError
 from megarl.rewards import sandbox
 from megarl.rewards.sandbox_child import ALLOWED, OPEN_FLAGS, VALUES
 
+pytestmark = pytest.mark.skipif(not sandbox.landlock_version(), reason="needs a kernel with Landlock")
 OPTIONS = {"timeout_s": 20.0, "memory_mb": 512}
 KEY = 0x5CA1AB1E  # of the shared memory that attacks try to make
 SHORT = {"timeout_s": 0.5, "memory_mb": 512}
