@@ -182,12 +182,9 @@ class RewardModelConfig(LayoutConfig):
 
 
 class RewardServerConfig(ServersConfig):
-    """The same served by SGLang."""
+    """The same served by SGLang, in model.dtype: in bfloat16 a score has three digits, and near ones are equal."""
 
     path: str = Field(description="Hugging Face folder of a sequence classifier with one score")
-    dtype: Literal["float32", "bfloat16"] | None = Field(
-        None, description="null: model.dtype; in bfloat16 a score has three digits, and near ones are equal"
-    )
 
 
 class RolesConfig(Section):
@@ -331,9 +328,8 @@ class Config(Section):
 
     def model_of(self, role: str) -> ModelConfig:
         """The model that a role starts from."""
-        section = getattr(self.roles, role)
-        own = {key: value for key in ("path", "dtype") if (value := getattr(section, key, None)) is not None}
-        return self.model.model_copy(update=own)
+        path = getattr(getattr(self.roles, role), "path", None)
+        return self.model.model_copy(update={"path": path}) if path else self.model
 
 
 def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Config:

@@ -250,6 +250,12 @@ def check_checksum(config: "Config") -> Iterator[Violation]:
         yield Violation(text, ("debug.sync_checksum", "device"))
 
 
+def check_server_dtype(config: "Config") -> Iterator[Violation]:
+    if config.model.dtype == "float32" and config.servers and resolve_device(config) == "cuda":
+        text = "given float32, but SGLang's kernels take none on GPUs; valid: bfloat16, or device: cpu"
+        yield Violation(text, ("model.dtype", "device", "algorithm.name"))
+
+
 def check_server_args_of_all(config: "Config") -> Iterator[Violation]:
     for section, servers in config.servers.items():
         for key, text in check_server_args(servers.server_args):
@@ -268,6 +274,7 @@ CHECKS = (
     check_ports,
     check_placement,
     check_checksum,
+    check_server_dtype,
     check_server_args_of_all,
     check_algorithm,
 )

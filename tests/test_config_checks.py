@@ -257,3 +257,11 @@ def test_the_settings_of_every_optimizer_are_checked(folder, section):
     lines = refusal(f"{section}.optimizer.betas=[0.8, 1.0]", f"{section}.optimizer.warmup_steps=1000", *data)
     lines = [line for line in lines if "trains no critic" not in line]
     assert lines[0].endswith("allowed: two numbers >= 0 and < 1") and "given 1000, but the peak" in lines[1]
+
+
+def test_servers_on_gpus_take_no_float32(folder):
+    on_gpus = ["device=cuda", "cluster.ray_address=auto", "model.dtype=float32"]
+    line = only(refusal(*on_gpus))
+    assert line.endswith("given float32, but SGLang's kernels take none on GPUs; valid: bfloat16, or device: cpu")
+    load("base.yaml", [*on_gpus, "algorithm.name=sft"])
+    load("base.yaml", ["model.dtype=float32"])

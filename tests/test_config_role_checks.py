@@ -156,7 +156,7 @@ def test_expert_layouts_that_fit_are_accepted(moe):
     [
         (["device=cpu"], "that runs on GPUs only, not with device: cpu; valid: auto, local"),
         (
-            ["device=cuda", "cluster.ray_address=auto", "model.dtype=float32"],
+            ["device=cuda", "cluster.ray_address=auto", "model.dtype=float32", "algorithm.name=sft"],
             "that needs model.dtype: bfloat16, given float32",
         ),
     ],

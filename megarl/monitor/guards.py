@@ -231,8 +231,7 @@ def mismatch(config: MismatchConfig, metrics: Metrics, memory: Memory) -> str:
         f"rollout/logprob_diff_mean is {value:.3g}, more than {config.factor:g} times (guards.mismatch.factor) the "
         f"{median(first):.3g} that it was at first: trainer and server drift apart. Usual causes: a part of the "
         f"weights that does not reach the server, other kernels or dtypes there, experts that are routed differently, "
-        f"longer responses of rarer tokens. Try debug.sync_checksum, model.dtype: float32 to tell rounding from a "
-        f"fault, algorithm.off_policy against what is left"
+        f"longer responses of rarer tokens. Try debug.sync_checksum, and algorithm.off_policy against what is left"
     )
 
 
