@@ -74,11 +74,11 @@ def test_rows_with_responses_are_scored_too_and_equal_prompts_are_a_group(folder
 
 
 def test_a_logged_sample_has_the_columns_of_its_row_again(folder, capsys):
-    (folder / "my_rewards.py").write_text("def level(sample):\n    return sample.prompt.metadata['level']\n")
+    (folder / "level_rewards.py").write_text("def level(sample):\n    return sample.prompt.metadata['level']\n")
     write("rows.jsonl", [row | {"level": level} for level, row in enumerate(ROWS, start=3)])
     second = logged("?", 1, messages=[{"role": "user", "content": ROWS[1]["question"]}], source="rows.jsonl:2")
     write("samples.jsonl", [logged("?"), second])
-    assert reward("--samples", "samples.jsonl", "algorithm={reward: my_rewards:level, name: reinforce_plus_plus}") == 0
+    assert reward("--samples", "samples.jsonl", "algorithm={reward: level_rewards:level, name: reinforce_plus_plus}") == 0
     assert "  4  rows.jsonl:2, answer '7'" in capsys.readouterr().out
 
 
@@ -98,9 +98,9 @@ def test_constant_rewards_are_refused_with_what_to_try(folder, capsys):
 
 
 def test_a_reward_that_fails_is_refused_and_the_others_are_shown(folder, capsys):
-    (folder / "my_rewards.py").write_text("def picky(sample):\n    return None if '8' in sample.response_text else 1\n")
+    (folder / "picky_rewards.py").write_text("def picky(sample):\n    return None if '8' in sample.response_text else 1\n")
     write("samples.jsonl", [logged("7"), logged("8"), logged("9")])
-    assert reward("--samples", "samples.jsonl", "algorithm.reward=my_rewards:picky") == 1
+    assert reward("--samples", "samples.jsonl", "algorithm.reward=picky_rewards:picky") == 1
     out, err = capsys.readouterr()
     assert out.startswith("3 responses, 1 rewards failed\n") and "returned None: wanted a finite number" in out
     assert "1 of 3 rewards failed" in err
