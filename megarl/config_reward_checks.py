@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from pydantic import ValidationError
 
 from megarl.config_errors import nearest
+from megarl.config_rewards import functions_of
 from megarl.config_unread import unread
 from megarl.config_violation import Violation, in_yaml, listed
 from megarl.errors import ConfigError
@@ -25,16 +26,17 @@ ROLES = ("roles.reward_model", "roles.reward_server")  # what gives the reward `
 
 
 def check_functions(config: "Config") -> Iterator[Violation]:
+    functions = functions_of(config.algorithm.reward)
     for name, part in config.algorithm.reward.items():
         key = f"algorithm.reward.{name}"
         if "/" in name:
             yield Violation(f"given {name!r}, but metrics are named after it; valid: a name without '/'", (key,))
-        if (part.function or name) == MODEL:
+        if functions[name] == MODEL:
             if part.options:
                 yield Violation(f"given {in_yaml(part.options)}, but {MODEL} has no options", (f"{key}.options",))
             continue
         try:
-            function = find(part.function or name)
+            function = find(functions[name])
             schema = options_model(function)
         except ConfigError as error:
             yield Violation(str(error), (key if part.function is None else f"{key}.function", "algorithm.reward"))
@@ -106,7 +108,7 @@ def check_sum(config: "Config") -> Iterator[Violation]:
 
 
 def check_model(config: "Config") -> Iterator[Violation]:
-    used = [name for name, part in config.algorithm.reward.items() if (part.function or name) == MODEL]
+    used = [name for name, function in functions_of(config.algorithm.reward).items() if function == MODEL]
     given = [role for role in ROLES if getattr(config.roles, role.removeprefix("roles.")) is not None]
     if used and len(given) != 1:
         text = f"the reward {MODEL} is given by a role, but {' and '.join(given) or 'none'} is there; give one of "

@@ -33,6 +33,11 @@ def as_rewards(given: Any) -> Any:
     return {name: {"weight": value} if is_number[name] else value for name, value in given.items()}
 
 
+def functions_of(rewards: dict[str, RewardConfig]) -> dict[str, str]:
+    """By the reward's name: the function that it is."""
+    return {name: reward.function or name for name, reward in rewards.items()}
+
+
 def in_short(rewards: dict[str, RewardConfig]) -> dict[str, float | dict] | None:
     """As a config has them."""
     given = {name: reward.model_dump(exclude_defaults=True) for name, reward in rewards.items()}

@@ -4,6 +4,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 from megarl.cluster.cluster import Cluster
@@ -84,19 +85,16 @@ def log_folder(print_line: Callable[[str], None]) -> Iterator[Path]:
 def generate(stack: ExitStack, config: Config, cluster: Cluster, inputs: Inputs, num_prompts: int) -> list[Sample]:
     """`group_size` responses to each of the first prompts of the run, by the weights in model.path."""
     prompts = PromptStream(inputs.prompts, config.seed, inputs.weights).next(num_prompts)
+    urls = cluster.wait_servers()
     client = RolloutClient.of(
         config.rollout,
-        cluster.wait_servers(),
+        urls,
         stop_token_ids=[inputs.tokenizer.eos_token_id],
         context_length=inputs.context_length,
     )
     stack.callback(client.close)
-
-    def raise_dead() -> None:
-        if dead := client.take_dead():
-            raise RunError("; ".join(f"rollout server {url} is gone: {why}" for url, why in dead.items()))
-
-    return client.generate(prompts, config.algorithm.group_size, inputs.tokenizer, while_waiting=raise_dead)
+    while_waiting = partial(client.raise_dead, urls, "rollout server")
+    return client.generate(prompts, config.algorithm.group_size, inputs.tokenizer, while_waiting=while_waiting)
 
 
 def read_samples(path: str, config: Config, inputs: Inputs) -> list[Sample]:

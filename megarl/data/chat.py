@@ -1,7 +1,9 @@
 """The only caller of the chat template, and the only loader of tokenizers. Importing it does not load transformers."""
 
+import contextlib
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +38,15 @@ def load_tokenizer(model_path: str | Path, chat_template: str | None = None) -> 
     if tokenizer.eos_token_id is None:
         raise ConfigError(f"model.path: the tokenizer in {model_path} has no eos_token, so no response could end")
     return tokenizer
+
+
+@contextlib.contextmanager
+def blamed_on(key: str) -> Iterator[None]:
+    """Within: errors begin with the key that names this tokenizer, in place of model.path."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {str(error).removeprefix('model.path: ')}") from error
 
 
 def read_tokenizer(model_path: str | Path) -> "PreTrainedTokenizerBase":

@@ -68,10 +68,8 @@ def read_file(
     data = DataConfig(train=path, prompt_key=columns.prompt)
     tokenizer = None
     if tokenizer_folder:
-        try:
+        with chat.blamed_on("--tokenizer"):
             tokenizer = chat.load_tokenizer(tokenizer_folder)
-        except ConfigError as error:
-            raise ConfigError(f"--tokenizer: {str(error).removeprefix('model.path: ')}") from error
     limit = None if max_prompt_tokens is None else (max_prompt_tokens, f"{max_prompt_tokens} tokens")
     return _read("", source, columns, data, tokenizer, limit)
 

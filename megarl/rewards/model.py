@@ -13,7 +13,7 @@ from safetensors import safe_open
 from megarl.cluster.cluster import Cluster
 from megarl.cluster.role import RoleGroup
 from megarl.config import Config
-from megarl.data.chat import load_tokenizer, read_tokenizer, render
+from megarl.data.chat import blamed_on, load_tokenizer, read_tokenizer, render
 from megarl.data.responses import with_score_token
 from megarl.engine.hf.shape import ModelShape
 from megarl.errors import ConfigError, RunError
@@ -45,12 +45,10 @@ class RewardTokens:
         shape = ModelShape.read(path)
         self.vocab_size, self.context_length = shape.vocab_size, shape.max_positions
         check_head(key, path, shape, is_served=self.role == "reward_server")
-        try:
+        with blamed_on(key):
             has_template = read_tokenizer(path).chat_template is not None
             self.tokenizer = load_tokenizer(path, None if has_template else config.data.chat_template)
             render(self.tokenizer, prompts[0].messages, prompts[0].tools)
-        except ConfigError as error:
-            raise ConfigError(f"{key}: {str(error).removeprefix('model.path: ')}") from error
         self.same_vocabulary = self.tokenizer.get_vocab() == tokenizer.get_vocab()
         prompt, response = config.data.max_prompt_tokens, config.rollout.sampling.max_new_tokens
         if self.same_vocabulary and prompt + response > self.context_length:

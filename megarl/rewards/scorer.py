@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megarl.config_rewards import RewardConfig, RewardsConfig
+from megarl.config_rewards import RewardConfig, RewardsConfig, functions_of
 from megarl.errors import RunError
 from megarl.rewards import MODEL
 from megarl.rewards.pool import Call, Outcome, RewardPool, latency_metrics
@@ -46,11 +46,8 @@ class Scorer:
         self.settings = settings
         self.report = report
         self.model: RewardModel | None = None  # gives the reward of that name; what it needs may start after this
-        calls = [
-            Call(name, part.function or name, part.options)
-            for name, part in rewards.items()
-            if (part.function or name) != MODEL
-        ]
+        functions = functions_of(rewards).items()
+        calls = [Call(name, function, rewards[name].options) for name, function in functions if function != MODEL]
         num_workers = settings.num_workers or min(max(len(os.sched_getaffinity(0)) // 2, 1), 16)
         limits = (settings.timeout_s, settings.batch_timeout_s, settings.max_concurrent)
         self.pool = RewardPool(calls, num_workers, *limits, logs)
@@ -76,7 +73,7 @@ class Scorer:
         failures = failures_of(outcomes)
         if wait_model and len(failures) <= allowed:
             scores = wait_model()
-            outcomes |= {name: scores for name, part in self.rewards.items() if (part.function or name) == MODEL}
+            outcomes |= {name: scores for name, function in functions_of(self.rewards).items() if function == MODEL}
             failures = failures_of(outcomes)
         if failures:
             self.settle(samples, failures)

@@ -151,10 +151,14 @@ class RolloutClient:
         done = False
         while not done:
             done = bool(concurrent.futures.wait([pending], timeout=POLL_S).done)
-            if dead := self.take_dead():
-                names = (f"{who} {servers.index(url)} ({url}) is gone: {why}" for url, why in dead.items())
-                raise RunError("; ".join(names))
+            self.raise_dead(servers, who)
         return pending.result()
+
+    def raise_dead(self, servers: list[str], who: str) -> None:
+        """RunError where one of `servers`, the urls by index, was found dead: for those that nobody starts again."""
+        if dead := self.take_dead():
+            names = (f"{who} {servers.index(url)} ({url}) is gone: {why}" for url, why in dead.items())
+            raise RunError("; ".join(names))
 
     def score_now(self, token_ids: list[int], timeout_s: float) -> concurrent.futures.Future:
         """Each server's log-probs of one sequence, as `logprobs` gives them: past the gate, and never tried again."""

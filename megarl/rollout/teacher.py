@@ -9,7 +9,7 @@ import torch
 
 from megarl.cluster.cluster import Cluster
 from megarl.config import Config
-from megarl.data.chat import read_tokenizer
+from megarl.data.chat import blamed_on, read_tokenizer
 from megarl.engine.hf.shape import ModelShape
 from megarl.errors import ConfigError, RunError
 from megarl.rollout.client import RolloutClient
@@ -82,10 +82,8 @@ def masked_logprobs(sample: Sample, logprobs: list[float]) -> torch.Tensor:
 
 def check_same_tokens(student: "PreTrainedTokenizerBase", teacher_path: str | Path) -> None:
     """Raise ConfigError unless the teacher's tokenizer has the policy's vocabulary: it gets token ids, not text."""
-    try:
+    with blamed_on("roles.teacher.path"):
         teacher = read_tokenizer(teacher_path)
-    except ConfigError as error:
-        raise ConfigError(f"roles.teacher.path: {str(error).removeprefix('model.path: ')}") from error
     ours, theirs = student.get_vocab(), teacher.get_vocab()
     if different := sorted(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token)):
         token = different[0]
