@@ -38,6 +38,15 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     train_parser = commands.add_parser("train", help="train a model", allow_abbrev=False)
     train_parser.add_argument("config", help="YAML file, see configs/")
     train_parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="override a key of the file")
+    train_parser.add_argument(
+        "--resume",
+        default="never",
+        metavar="auto|PATH|never",
+        help="go on from the newest complete checkpoint of the run, or from the one in PATH; default: never",
+    )
+    train_parser.add_argument(
+        "--allow-config-change", action="store_true", help="resume with a config that trains otherwise"
+    )
     train_parser.add_argument("--dry-run", action="store_true", help="check and print the config and what it needs")
     data_parser = commands.add_parser("data", help="a quality report on data; conversion", allow_abbrev=False)
     data_report.add_arguments(data_parser)
@@ -64,15 +73,24 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def train(options: argparse.Namespace, command: list[str]) -> int:
     config = load(options.config, options.overrides)
-    refuse_used_run(config)
+    checkpoint = None
+    if resolve_device(config) == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch is loaded, here and in every child
+    if options.resume == "never":
+        refuse_used_run(config)
+    else:
+        from megarl.checkpoint import resume
+
+        checkpoint = resume.find(config, options.resume, options.allow_config_change, print)
     if options.dry_run:
         print(describe(config), end="")
         return 0
-    if resolve_device(config) == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch is loaded, here and in every child
+    if checkpoint and (why := checkpoint.why_done(config)):
+        print(f"megarl: nothing is left to do: {why}; the checkpoint is {checkpoint.folder}")
+        return 0
     from megarl import trainer
 
-    trainer.train(config, command=command)
+    trainer.train(config, command, checkpoint)
     return 0
 
 

@@ -12,6 +12,7 @@ from megarl.monitor.metrics import sample_metrics
 from megarl.monitor.timing import timed
 from megarl.rewards.scorer import Scorer
 from megarl.rollout.fleet import Fleet
+from megarl.rollout.replay import Replay, round_name
 from megarl.sample import Sample
 
 
@@ -19,7 +20,7 @@ class Collector:
     """`kept`: groups that earlier steps had no room for, the oldest first; they come before new ones. `failed`: samples
     of this step that were dropped as their reward failed, with the reason."""
 
-    def __init__(self, config: Config, inputs: Inputs, fleet: Fleet, scorer: Scorer):
+    def __init__(self, config: Config, inputs: Inputs, fleet: Fleet | Replay, scorer: Scorer):
         self.config = config
         self.inputs = inputs
         self.fleet = fleet
@@ -33,7 +34,7 @@ class Collector:
     def next(self, step: int, times: dict[str, float]) -> tuple[list[Sample], list[Sample], dict[str, float]]:
         """(the step's samples in whole groups, all that were generated for it, metrics of the latter).
 
-        New samples are of policy version `step - 1`. DAPO (arXiv:2503.14476), equation 11 and the paragraph around it:
+        New samples are of the servers' policy version. DAPO (arXiv:2503.14476), equation 11 and the paragraph around it:
         groups whose rewards are all equal teach nothing, so more are generated until prompts_per_step groups do. After
         `max_rounds` the step goes on with those there are, and if there are none with the others. A group that was kept
         is one step old, as a round has at most a step's prompts.
@@ -41,15 +42,15 @@ class Collector:
         algorithm, sampling = self.config.algorithm, self.config.algorithm.dynamic_sampling
         num_prompts, self.failed = algorithm.prompts_per_step, []
         if sampling is None:
-            samples, metrics = self._round(num_prompts, step, times)
+            samples, metrics = self._round(num_prompts, step, 1, times)
             return self._numbered(samples), samples, metrics | sample_metrics(samples)
         num_kept, num_rounds, generated, metrics = len(self.kept), 0, [], {}
         while len(self.kept) < num_prompts and num_rounds < sampling.max_rounds:
-            samples, of_round = self._round(self.config.prompts_per_round, step, times)
+            num_rounds += 1
+            samples, of_round = self._round(self.config.prompts_per_round, step, num_rounds, times)
             self.kept += [group for group in groups_of(samples) if is_informative(group, self.parts)]
             generated += samples
             metrics = combined(metrics, of_round)
-            num_rounds += 1
         chosen, self.kept = self.kept[:num_prompts], self.kept[num_prompts:]
         generated_groups = groups_of(generated)
         step_samples = self._numbered(sum(chosen or generated_groups[:num_prompts], []))
@@ -62,19 +63,31 @@ class Collector:
         }
         return step_samples, generated, metrics
 
+    def state_dict(self) -> dict:
+        """For JSON; the kept groups are not in it."""
+        return {"data": self.prompts.state_dict(), "num_groups": self.num_groups}
+
+    def load_state_dict(self, state: dict, kept: list[Sample]) -> None:
+        """Raises ConfigError where the data are others."""
+        self.prompts.load_state_dict(state["data"])
+        self.num_groups = state["num_groups"]
+        self.kept = groups_of(kept)
+
     @staticmethod
     def _numbered(samples: list[Sample]) -> list[Sample]:
         for index, sample in enumerate(samples):
             sample.index = index
         return samples
 
-    def _round(self, num_prompts: int, step: int, times: dict[str, float]) -> tuple[list[Sample], dict[str, float]]:
+    def _round(
+        self, num_prompts: int, step: int, number: int, times: dict[str, float]
+    ) -> tuple[list[Sample], dict[str, float]]:
         """(The samples that have a reward, metrics of the rewards' failures and times.)"""
-        group_size, version = self.config.algorithm.group_size, step - 1
+        group_size, version, name = self.config.algorithm.group_size, self.fleet.version, round_name(step, number)
         with timed(times, "generate"):
-            samples = self.fleet.generate(self.prompts.next(num_prompts), group_size, self.inputs.tokenizer)
+            samples = self.fleet.generate(name, self.prompts.next(num_prompts), group_size, self.inputs.tokenizer)
         stale = {sample.policy_version for sample in samples} - {(version, version)}
-        if stale:
+        if stale and self.config.rollout.replay is None:
             raise RunError(f"samples of policy versions {sorted(stale)} where all should be of version {version}")
         for sample in samples:
             sample.group_id += self.num_groups

@@ -8,10 +8,12 @@ from pydantic import Field
 from megarl import config_file
 from megarl.config_algorithm import AlgorithmConfig
 from megarl.config_checks import check, violations
+from megarl.config_checkpoint import CheckpointConfig, EarlyStopConfig
 from megarl.config_data import DataConfig
 from megarl.config_describe import describe
 from megarl.config_errors import covers, validate
 from megarl.config_guards import GuardsConfig
+from megarl.config_lora import LoraConfig
 from megarl.config_rewards import RewardsConfig
 from megarl.config_section import Section
 from megarl.errors import ConfigError
@@ -133,6 +135,7 @@ class RoleConfig(LayoutConfig):
         description="to host memory: the optimizer and gradients outside of updates; all: weights too while "
         "generating; null: all where servers share the GPUs, else none",
     )
+    lora: LoraConfig | None = Field(None, description="null: all weights are trained")
     optimizer: OptimizerConfig = OptimizerConfig()
 
 
@@ -226,6 +229,8 @@ class RolloutConfig(ServersConfig):
     request_timeout_s: float = Field(600.0, gt=0)
     max_retries: int = Field(3, ge=0, description="of one request, before the run stops")
     max_concurrent_prompts: int = Field(512, ge=1)
+    save: str | None = Field(None, description="folder that keeps what is generated for each step; null: none")
+    replay: str | None = Field(None, description="such a folder to train on again, without servers; null: none")
     logprob_diff_limit: float | None = Field(
         None, gt=0, description="above it rollout/logprob_diff_mean stops the run; null: by dtype, 1e-4 or 0.05"
     )
@@ -247,8 +252,8 @@ class TrainerConfig(Section):
     steps: int = Field(100, ge=1)
     evaluate_every: int = Field(0, ge=0, description="in steps; 0: only before and after, if data.validation is set")
     evaluate_prompts: int = Field(256, ge=1, description="at most so many held-out prompts")
+    early_stop: EarlyStopConfig | None = Field(None, description="null: never; else evaluate_every is needed")
     save_every: int = Field(0, ge=0, description="in steps; 0: only at the end")
-    save_on_interrupt: bool = Field(False, description="after Ctrl-C or SIGTERM; a second one ends the saving")
     max_skipped_updates: int = Field(
         10, ge=0, description="in a run, for a loss, log-prob or gradient that is not finite; one more stops it"
     )
@@ -270,6 +275,9 @@ class ClusterConfig(Section):
 
 class DebugConfig(Section):
     sync_checksum: bool = Field(False, description="compare every tensor after a sync; on GPUs, and slow")
+    generate_only: bool = Field(
+        False, description="generate and score with model.path as it is, train nothing; rollout.save keeps the samples"
+    )
     shuffle_rewards: bool = Field(False, description="permute the rewards of a step: a control that must not learn")
 
 
@@ -291,6 +299,7 @@ class Config(Section):
     rollout: RolloutConfig = RolloutConfig()
     sync: SyncConfig = SyncConfig()
     trainer: TrainerConfig = TrainerConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
     guards: GuardsConfig = GuardsConfig()
     cluster: ClusterConfig = ClusterConfig()
     debug: DebugConfig = DebugConfig()
@@ -305,7 +314,7 @@ class Config(Section):
         if self.algorithm.is_supervised:
             return {}
         groups = {
-            "rollout": self.rollout,
+            "rollout": None if self.rollout.replay else self.rollout,
             "roles.teacher": self.roles.teacher,
             "roles.reward_server": self.roles.reward_server,
         }

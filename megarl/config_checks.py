@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.config_algorithm_checks import check_algorithm
+from megarl.config_checkpoint_checks import CHECKPOINT_CHECKS
 from megarl.config_data_checks import DATA_CHECKS
 from megarl.config_role_checks import check_role, check_role_model, check_transformer_impl
 from megarl.config_violation import Violation, divisors, listed
@@ -268,6 +269,7 @@ CHECKS = (
     check_ray_address,
     check_model,
     *DATA_CHECKS,
+    *CHECKPOINT_CHECKS,
     check_roles,
     check_optimizer,
     check_sampling,
@@ -284,7 +286,8 @@ def refuse_used_run(config: "Config") -> None:
     """Raise ConfigError where another run has left metrics in the run directory: they are never overwritten."""
     metrics = config.run_path / "metrics.jsonl"
     if metrics.exists() and metrics.stat().st_size:
-        text = f"name: {config.run_path} holds an earlier run; give this one another name (name=...) or remove it"
+        text = f"name: {config.run_path} holds an earlier run; go on with it (--resume auto), give this one another "
+        text += "name (name=...) or remove it"
         raise ConfigError(text)
 
 

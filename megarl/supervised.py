@@ -13,12 +13,12 @@ from megarl.config import Config
 from megarl.data.stream import PromptStream
 from megarl.errors import RunError
 from megarl.inputs import SupervisedInputs
-from megarl.interrupt import saving_on_interrupt
 from megarl.monitor.console import Console
 from megarl.monitor.run_directory import RunDirectory
 from megarl.monitor.skipped import SkippedUpdates, why_skipped
 from megarl.prepare import keywords_of
 from megarl.presets import WITH_REFERENCE
+from megarl.progress import Progress
 from megarl.sample import Sample
 from megarl.schedule import learning_rate
 
@@ -34,13 +34,14 @@ class SupervisedTrainer:
         console: Console,
         actor: RoleGroup,
         skipped: SkippedUpdates,
+        progress: Progress,
     ):
         self.config = config
         self.run = run
         self.console = console
         self.actor = actor
         self.skipped = skipped
-        self.tokenizer = inputs.tokenizer
+        self.progress = progress
         self.rows = PromptStream(inputs.rows, config.seed, inputs.weights)
         self.validation = sum(inputs.validation, [])
         algorithm = config.algorithm
@@ -58,35 +59,47 @@ class SupervisedTrainer:
         console: Console,
         cluster: Cluster,
         skipped: SkippedUpdates,
+        progress: Progress,
     ) -> "SupervisedTrainer":
-        """Start the actor; nothing has to be closed."""
+        """Start the actor, from a checkpoint where the run goes on; nothing has to be closed."""
         console.line(f"starting {config.roles.actor.world_size} actor ranks")
         actor = cluster.start_role("actor", head="value" if config.algorithm.name == "reward_model" else "lm")
         console.live_paths(actor.live_paths)
         if config.algorithm.name in WITH_REFERENCE:
             actor.capture_reference()
         actor.use_optimizer(config.roles.actor.optimizer)
-        return cls(config, inputs, run, console, actor, skipped)
+        trainer = cls(config, inputs, run, console, actor, skipped, progress)
+        if resume := progress.resume:
+            actor.load(resume.role("actor"), reference=False)
+            trainer.rows.load_state_dict(resume.state["data"])
+            skipped.count = resume.state["skipped_updates"]
+        return trainer
 
     def run_all(self) -> None:
-        trainer = self.config.trainer
-        self.evaluate(step=0)
-        self.console.begin("steps", trainer.steps)
-        for step in range(1, trainer.steps + 1):
-            with saving_on_interrupt(trainer, step, self.console, self.save):
+        progress, steps = self.progress, self.config.trainer.steps
+        self.console.begin("steps", steps, progress.step)
+        with progress.following(self, {"actor": self.actor}):
+            self.validate()
+            for step in progress.steps():
                 metrics = self.step(step)
                 self.run.log_metrics(metrics)
-                self.console.step(metrics, trainer.steps)
-                if trainer.is_due(step, trainer.evaluate_every):
-                    self.evaluate(step)
-                if trainer.is_due(step, trainer.save_every):
-                    self.save(f"step_{step:06d}")
+                self.console.step(metrics, steps)
+                progress.begin_if_due(step)
+                progress.reached(step)
+                self.validate()
+
+    def validate(self) -> None:
+        """Where a validation of the last step is due; then what was begun of a checkpoint is completed."""
+        if self.progress.owes_validation:
+            self.progress.validated(self.evaluate(self.progress.step))
+        self.progress.finish_step()
 
     def step(self, step: int) -> dict[str, float]:
         """`prompts_per_step` rows, in mini-batches."""
         start = time.perf_counter()
         samples = sum(self.rows.next(self.config.algorithm.prompts_per_step), [])
         self.score_reference(samples)
+        self.progress.hold()
         rate = learning_rate(self.config.roles.actor.optimizer, step, self.config.trainer.steps)
         size = self.config.algorithm.mini_batch_size or len(samples)
         results, trained = [], []
@@ -119,10 +132,11 @@ class SupervisedTrainer:
             for sample, (logprobs, _) in zip(new, self.actor.logprobs(new, 1.0, reference=True)):
                 sample.ref_logprobs = logprobs
 
-    def evaluate(self, step: int) -> None:
-        """The loss and its metrics on the held-out rows. RunError where a number is not finite."""
+    def evaluate(self, step: int) -> dict[str, float]:
+        """The loss and its metrics on the held-out rows; {} where there are none. RunError where a number is not
+        finite."""
         if not self.validation:
-            return
+            return {}
         self.score_reference(self.validation)
         sums = self.actor.evaluate(self.validation, self.loss, pairs=self.pairs)
         broken = int(sums["nonfinite_logprobs"])
@@ -134,12 +148,24 @@ class SupervisedTrainer:
         self.run.log_metrics({"step": step, **metrics})
         shown = ", ".join(f"{name.rpartition('/')[2]} {value:.4f}" for name, value in metrics.items())
         self.console.line(f"validation after step {step}: {shown}")
+        return metrics
 
-    def save(self, name: str) -> None:
-        folder = self.run.checkpoint(name)
-        self.actor.save(str(folder.resolve()))
-        self.run.complete(folder, self.rows, self.tokenizer)
-        self.console.line(f"checkpoint {folder}")
+    # What a checkpoint needs: see megarl.progress.Loop
+
+    def state(self) -> dict:
+        return {"data": self.rows.state_dict(), "skipped_updates": self.skipped.count}
+
+    def kept_groups(self) -> list[list[Sample]]:
+        return []
+
+    def hold(self, role: RoleGroup) -> None:
+        pass  # it holds all, all the time
+
+    def saved_after_push(self, step: int) -> None:
+        pass
+
+    def give_up(self) -> None:
+        pass
 
     def means(self, sums: dict[str, float], samples: list[Sample], num_updates: int) -> dict[str, float]:
         """Of the sums over some updates, all their samples together: name/loss and name/METRIC."""

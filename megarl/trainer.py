@@ -7,14 +7,16 @@ from pathlib import Path
 import torch
 
 from megarl.algorithms.kl_controller import KLController
+from megarl.checkpoint.resume import Resume
 from megarl.cluster.cluster import Cluster
 from megarl.cluster.role import RoleGroup
 from megarl.collect import Collector
 from megarl.config import Config, Phase
 from megarl.data import toy
 from megarl.errors import RunError
+from megarl.generate_only import generate_only
 from megarl.inputs import Inputs, SupervisedInputs
-from megarl.interrupt import saving_on_interrupt
+from megarl.interrupt import ignore_warnings
 from megarl.machine import resolve_device
 from megarl.monitor.console import Console
 from megarl.monitor.guards import Alarm, Guards
@@ -23,10 +25,12 @@ from megarl.monitor.run_directory import RunDirectory
 from megarl.monitor.skipped import SkippedUpdates, nonfinite_fields
 from megarl.monitor.timing import timed
 from megarl.prepare import prepare
+from megarl.progress import Progress
 from megarl.rewards.model import RewardModel
 from megarl.rewards.scorer import Scorer
 from megarl.rewards.self_test import why_constant
 from megarl.rollout.fleet import Fleet
+from megarl.rollout.replay import Recording, Replay, check_recordings, validation_name
 from megarl.rollout.teacher import Teacher
 from megarl.sample import Sample
 from megarl.supervised import SupervisedTrainer
@@ -45,8 +49,8 @@ PHASES: dict[str, tuple[Phase, Phase]] = {
 }
 
 
-def train(config: Config, command: list[str]) -> Path:
-    """Run the whole training and return the run directory.
+def train(config: Config, command: list[str], resume: Resume | None = None) -> Path:
+    """Run the whole training, or what is left of it after a checkpoint, and return the run directory.
 
     Raises ConfigError before anything is started where data or model are wrong, RunError where the run cannot go on.
     """
@@ -54,15 +58,22 @@ def train(config: Config, command: list[str]) -> Path:
     if config.toy:
         toy.make(config.toy.folder, config.toy.seed)
     inputs = SupervisedInputs(config) if config.algorithm.is_supervised else Inputs(config)
+    check_recordings(config, is_resumed=resume is not None)
+    ignore_warnings()
     with ExitStack() as stack:
         console = stack.enter_context(Console())
-        run = RunDirectory(config, command, device)
-        stack.callback(run.close)
+        run = stack.enter_context(RunDirectory(config, command, device, resume))
+        if config.debug.generate_only:
+            console.line(f"megarl: run directory {run.path}, device {device}, nothing is trained")
+            generate_only(stack, config, inputs, run, console, device)
+            return run.path
+        progress = Progress(config, run, inputs.tokenizer, console, resume)
+        stack.callback(progress.saver.clear)
         console.line(f"megarl: run directory {run.path}, device {device}")
         cluster = stack.enter_context(Cluster(config, device, run.logs, run.run_id, console.line))
         skipped = SkippedUpdates(config.trainer.max_skipped_updates, run, console)
         trainer = SupervisedTrainer if config.algorithm.is_supervised else Trainer
-        trainer.start(stack, config, inputs, run, console, cluster, skipped).run_all()
+        trainer.start(stack, config, inputs, run, console, cluster, skipped, progress).run_all()
         console.line(f"megarl: done; metrics, samples and checkpoints are in {run.path.resolve()}")
     return run.path
 
@@ -77,9 +88,10 @@ class Trainer:
         actor: RoleGroup,
         critic: RoleGroup | None,
         teacher: Teacher | None,
-        fleet: Fleet,
+        fleet: Fleet | Replay,
         scorer: Scorer,
         skipped: SkippedUpdates,
+        progress: Progress,
     ):
         self.config = config
         self.inputs = inputs
@@ -91,6 +103,8 @@ class Trainer:
         self.fleet = fleet
         self.scorer = scorer
         self.skipped = skipped
+        self.progress = progress
+        self.has_given_up = False
         self.collector = Collector(config, inputs, fleet, scorer)
         self.guards = Guards(config.guards)
         self.updater = Updater(config, actor, critic, console, skipped)
@@ -107,14 +121,17 @@ class Trainer:
         console: Console,
         cluster: Cluster,
         skipped: SkippedUpdates,
+        progress: Progress,
     ) -> "Trainer":
-        """Start servers and roles, warm start included; what has to be closed goes to `stack`."""
+        """Start servers and roles, warm start or resume included; what has to be closed goes to `stack`."""
+        resume = progress.resume
         cluster.start_servers()  # they import for half a minute: all at the same time
         scorer = stack.enter_context(Scorer(config.algorithm.reward, config.rewards, console.line, run.logs))
         ranks = [f"{role.world_size} {name} ranks" for name, role in config.roles.megatron.items()]
         servers = [f"{group.servers} {name.removeprefix('roles.')} servers" for name, group in config.servers.items()]
         console.line(f"starting {', '.join(ranks + servers)}")
-        fleet = stack.enter_context(Fleet(config, cluster, inputs, console.line))
+        fleet = Replay(Recording(config.rollout.replay)) if config.rollout.replay else None
+        fleet = stack.enter_context(fleet or Fleet(config, cluster, inputs, console.line))
         if config.placement == "colocated":
             fleet.connect()  # a server takes its share of what is free at its start: the actor comes after it
         actor, critic = cluster.start_role("actor"), None
@@ -122,6 +139,8 @@ class Trainer:
             actor.place("generate")  # the critic may need its GPUs
             critic = cluster.start_role("critic")
             critic.use_optimizer(config.roles.critic.optimizer)
+            if resume and resume.has_role("critic"):
+                critic.load(resume.role("critic"), reference=False)
             critic.place("generate")
             actor.place("update")
             fleet.watched.append(critic)
@@ -131,24 +150,29 @@ class Trainer:
         console.live_paths(actor.live_paths)
         if config.debug.sync_checksum:
             fleet.attach(actor)  # before anything is trained: it compares with the model folder
-        if inputs.warm_start:
+        if inputs.warm_start and not resume:
             warm_start(actor, inputs.warm_start, config, cluster, run, console, skipped)
         if config.roles.reference.enabled:
             actor.capture_reference(config.roles.reference.ema_decay)
         actor.use_optimizer(config.roles.actor.optimizer)
+        if resume and not actor.load(resume.role("actor"), resume.has_reference() and config.roles.reference.enabled):
+            console.line("the actor's layout is another than the checkpoint's: its random generators begin anew")
         fleet.attach(actor)
         teacher = stack.enter_context(Teacher(config, cluster)) if config.roles.teacher else None
         if teacher:
             teacher.connect()
-        return cls(config, inputs, run, console, actor, critic, teacher, fleet, scorer, skipped)
+        trainer = cls(config, inputs, run, console, actor, critic, teacher, fleet, scorer, skipped, progress)
+        if resume:
+            trainer.load_state(resume)
+        return trainer
 
     def run_all(self) -> None:
-        steps = self.config.trainer.steps
-        self.fleet.push(version=0)  # a server never serves what it read from disk
-        self.evaluate(step=0)
-        self.console.begin("steps", steps)
-        for step in range(1, steps + 1):
-            with saving_on_interrupt(self.config.trainer, step, self.console, self.interrupted):
+        progress, steps = self.progress, self.config.trainer.steps
+        self.fleet.push(version=progress.step)  # a server never serves what it read from disk
+        self.console.begin("steps", steps, progress.step)
+        with progress.following(self, {"actor": self.actor} | ({"critic": self.critic} if self.critic else {})):
+            self.validate()
+            for step in progress.steps():
                 metrics = self.step(step)
                 alarms = self.guards.check(metrics)
                 self.run.log_metrics(metrics | {"guards/alarms": len(alarms)})
@@ -156,8 +180,8 @@ class Trainer:
                 self.guard(alarms)
                 if step == 1:
                     self.console.memory(metrics)
-                if self.config.trainer.is_due(step, self.config.trainer.evaluate_every):
-                    self.evaluate(step)
+                progress.reached(step)
+                self.validate()
 
     def step(self, step: int) -> dict[str, float]:
         """One iteration: samples of policy version `step - 1`, an update, and the push of version `step`."""
@@ -178,17 +202,18 @@ class Trainer:
             self.skipped.add(f"step_{step:06d}", samples, f"{broken} log-probs or values of its samples are not finite")
         else:
             metrics |= policy_metrics(samples, entropies) | self.agreement(samples, version=step - 1)
+            self.progress.hold()
             metrics |= prepare(samples, self.config, self.kl.coefficient)
             self.place("update", times)
             with timed(times, "update"):
                 metrics |= self.updater.run(samples, step, self.kl.coefficient if algorithm.kl_in == "loss" else 0.0)
             memory |= self.memory("update")
             metrics |= self.adapt_kl(step, metrics, len(samples))
-        if self.config.trainer.is_due(step, self.config.trainer.save_every):
-            with timed(times, "save"):  # now: a push may send the weights to host memory
-                self.save(f"step_{step:06d}")
-        self.place("push", times)
+        self.progress.hold()
         self.refresh_reference(step, times)
+        with timed(times, "save"):  # now: a push may send the weights to host memory
+            self.progress.begin_if_due(step)
+        self.place("push", times)
         with timed(times, "sync"):
             metrics |= self.fleet.push(version=step)
         metrics["skipped_updates"] = self.skipped.count
@@ -309,12 +334,20 @@ class Trainer:
         if stops := [alarm.text for alarm in alarms if alarm.action == "stop"]:
             raise RunError("\n".join(stops))
 
-    def evaluate(self, step: int) -> None:
-        """Mean reward of greedy responses to the held-out prompts; parts are summed up as they are."""
+    def validate(self) -> None:
+        """Where a validation of the last step is due; then what was begun of a checkpoint is completed."""
+        if self.progress.owes_validation:
+            self.progress.validated(self.evaluate(self.progress.step))
+        self.progress.finish_step()
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Mean reward of greedy responses to the held-out prompts; parts are summed up as they are. {} where there are
+        none."""
         if not self.inputs.validation or not self.config.algorithm.reward:
-            return
+            return {}
         self.place("generate", {})
-        samples = self.fleet.generate(self.inputs.validation, 1, self.inputs.tokenizer, temperature=0.0)
+        name, prompts = validation_name(step), self.inputs.validation
+        samples = self.fleet.generate(name, prompts, 1, self.inputs.tokenizer, temperature=0.0)
         scored = self.scorer.score(samples, normalize=False)
         if not scored.samples:
             raise RunError(f"validation after step {step}: no sample has a reward (rewards.on_error)")
@@ -325,20 +358,43 @@ class Trainer:
         self.run.log_metrics(metrics | {"validation/reward_errors": len(scored.failures)})
         self.guard(self.guards.check(metrics))
         self.console.line(f"validation after step {step}: mean reward {mean:.3f} on {num_prompts} held-out prompts")
+        return metrics
 
-    def save(self, name: str) -> None:
-        """The actor's checkpoint, and in it the critic's."""
-        folder = self.run.checkpoint(name)
-        self.actor.place("score")
-        self.actor.save(str(folder.resolve()))
-        if self.critic:
-            self.critic.place("score")
-            self.critic.save(str((folder / "critic").resolve()))
-        self.run.complete(folder, self.collector.prompts, self.inputs.tokenizer)
-        self.console.line(f"checkpoint {folder}")
+    # What a checkpoint needs: see megarl.progress.Loop
 
-    def interrupted(self, name: str) -> None:
-        self.fleet.stop()  # whatever they were in the middle of
-        if self.critic:
-            self.critic.place("generate")  # off the GPUs that it may share
-        self.save(name)
+    def state(self) -> dict:
+        return {
+            **self.collector.state_dict(),
+            "kl": self.kl.state_dict(),
+            "guards": self.guards.state_dict(),
+            "skipped_updates": self.skipped.count,
+        }
+
+    def load_state(self, resume: Resume) -> None:
+        state = resume.state
+        self.collector.load_state_dict(state, resume.kept(self.inputs.prompts))
+        self.kl.load_state_dict(state["kl"])
+        self.guards.load_state_dict(state["guards"])
+        self.skipped.count = state["skipped_updates"]
+
+    def kept_groups(self) -> list[list[Sample]]:
+        return self.collector.kept
+
+    def hold(self, role: RoleGroup) -> None:
+        if not self.offloads:
+            return
+        if not self.has_given_up:
+            self.fleet.make_room()
+        if self.updater.in_turns:
+            (self.actor if role is self.critic else self.critic).place("generate")
+        role.place("update")
+
+    def saved_after_push(self, step: int) -> None:
+        if self.config.placement == "colocated":
+            self.place("push", {})
+            self.fleet.push(version=step)
+
+    def give_up(self) -> None:
+        self.has_given_up = True
+        if self.config.placement == "colocated":
+            self.fleet.stop()  # whatever they were in the middle of

@@ -37,7 +37,7 @@ def test_the_name_of_an_earlier_run_is_refused_in_a_dry_run_too(folder, capsys):
     for more in ([], ["--dry-run"]):
         assert cli.main(["train", QUICKSTART, "name=used", *more]) == 2
         out, err = capsys.readouterr()
-        assert out == "" and err.startswith("megarl: error: name: runs/used holds an earlier run; give this one")
+        assert out == "" and err.startswith("megarl: error: name: runs/used holds an earlier run; go on with it (--resume auto), ")
 
 
 def test_overrides_may_stand_on_both_sides_of_an_option(capsys):
@@ -110,14 +110,14 @@ def test_the_run_gets_the_config_the_command_and_no_gpu(monkeypatch):
         "import os, sys, types\n"
         "trainer = types.ModuleType('megarl.trainer')\n"
         "gpus = lambda: repr(os.environ['CUDA_VISIBLE_DEVICES'])\n"
-        "trainer.train = lambda config, command: print(config.name, command[2:], gpus())\n"
+        "trainer.train = lambda config, command, resume: print(config.name, command[2:], gpus(), resume)\n"
         "sys.modules['megarl.trainer'] = trainer\n"
         "from megarl.cli import main\n"
         "sys.exit(main(['train', sys.argv[1], 'seed=3']))"
     )
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     result = run("-c", code, QUICKSTART)
-    assert result.stdout == f"quickstart ['{QUICKSTART}', 'seed=3'] ''\n", result.stderr
+    assert result.stdout == f"quickstart ['{QUICKSTART}', 'seed=3'] '' None\n", result.stderr
 
 
 def test_checking_a_config_loads_nothing_heavy():

@@ -18,17 +18,17 @@ def collector(groups, rewards=None, **algorithm) -> Collector:
     settings = {"prompts_per_step": 3, "group_size": 2, "reward": "completed", "dynamic_sampling": {}} | algorithm
     config = Config.model_validate({"name": "x", "model": {"path": "m"}, "data": {"train": "t"}, "algorithm": settings})
 
-    def generate(prompts, group_size, tokenizer):
+    def generate(name, prompts, group_size, tokenizer):
         fleet.calls += 1
         samples = []
         for group_id, prompt in enumerate(prompts):
             for status in next(waiting):
                 made = Sample.from_response(prompt, [7], group_id=group_id, index=len(samples), status=status)
-                made.policy_version = (fleet.version, fleet.version)
+                made.policy_version = (fleet.served, fleet.served) if fleet.served else (fleet.version, fleet.version)
                 samples.append(made)
         return samples
 
-    fleet = SimpleNamespace(generate=generate, version=0, calls=0)
+    fleet = SimpleNamespace(generate=generate, version=0, served=None, calls=0)
     prompts = [Prompt([], [i], metadata={"number": i}) for i in range(1000)]
     inputs = SimpleNamespace(prompts=prompts, weights=None, tokenizer=None)
     return Collector(config, inputs, fleet, rewards or scorer(settings["reward"]))
@@ -93,7 +93,7 @@ def test_a_round_may_be_smaller_than_a_step():
 
 def test_samples_of_another_policy_version_stop_the_run():
     made = collector([UNEQUAL] * 3)
-    made.fleet.version = 4
+    made.fleet.served = 4
     with pytest.raises(RunError, match=r"policy versions \[\(4, 4\)\] where all should be of version 0"):
         made.next(1, {})
 

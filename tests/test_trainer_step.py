@@ -54,12 +54,12 @@ def make(log, roles=None, statuses=(Status.COMPLETED, Status.TRUNCATED) * 2, val
         | (sections or {})
     )
 
-    def generate(prompts, group_size, tokenizer):
+    def generate(name, prompts, group_size, tokenizer):
         samples = []
         for i, status in enumerate(statuses):
             made = Sample.from_response(prompts[i // 2], [2, 3], group_id=i // 2, index=i, status=status)
             made.rollout_logprobs = SERVER * made.loss_mask.float()
-            made.policy_version = (trainer.version, trainer.version)
+            made.policy_version = (fleet.version, fleet.version)
             samples.append(made)
         return samples
 
@@ -79,7 +79,7 @@ def make(log, roles=None, statuses=(Status.COMPLETED, Status.TRUNCATED) * 2, val
         start_train_step=log.note("train critic", lambda *_: lambda: update),
     )
     push = log.note("push", lambda version: {})
-    fleet = SimpleNamespace(generate=log.note("generate", generate), push=push, restarts=0)
+    fleet = SimpleNamespace(generate=log.note("generate", generate), push=push, restarts=0, version=0)
 
     def log_samples(step, samples):
         trainer.logged.extend(sample.reward for sample in samples)
@@ -89,8 +89,10 @@ def make(log, roles=None, statuses=(Status.COMPLETED, Status.TRUNCATED) * 2, val
     inputs = SimpleNamespace(prompts=[Prompt([], [1], metadata={"number": i}) for i in range(100)], tokenizer=None, weights=None)
     console = SimpleNamespace(line=log.note("line"), loud=log.note("loud"))
     critic = critic if config.roles.critic else None
-    trainer = Trainer(config, inputs, run, console, actor, critic, None, fleet, scorer(settings["reward"]), skipped)
-    trainer.version, trainer.logged = 0, []
+    progress = SimpleNamespace(hold=log.note("hold"), begin_if_due=log.note("save"))
+    rewards = scorer(settings["reward"])
+    trainer = Trainer(config, inputs, run, console, actor, critic, None, fleet, rewards, skipped, progress)
+    trainer.logged = []
     return trainer
 
 
@@ -102,7 +104,7 @@ def test_an_iteration_in_its_order():
     log = Log()
     make(log, roles={"reference": {"refresh_every": 1}}, **PPO).step(1)
     scored = ["values", "logprobs", "logprobs"]
-    updated = ["train critic", "train actor", "capture_reference", "push"]
+    updated = ["hold", "train critic", "train actor", "hold", "capture_reference", "save", "push"]
     assert log.names() == ["generate", "log_samples", *scored, *updated]
     assert log.of("push") == [((), {"version": 1})]
 
@@ -131,7 +133,7 @@ def test_the_coefficient_stays_while_only_the_critic_is_trained():
     trainer = make(log := Log(), **PPO, kl_coefficient=0.1, kl_target=0.001, kl_horizon=1000, critic_warmup_steps=1)
     metrics = trainer.step(1)
     assert trainer.kl.coefficient == 0.1 and "train actor" not in log.names() and metrics["critic/value_mean"] == 0.25
-    trainer.version = 1
+    trainer.fleet.version = 1
     trainer.step(2)
     assert trainer.kl.coefficient > 0.1 and "train actor" in log.names()
 
@@ -147,10 +149,10 @@ def test_old_logprobs_are_the_trainers_or_the_servers():
 
 def test_groups_kept_from_the_last_step_keep_the_log_probs_of_the_policy_that_sampled_them():
     trainer = make(log := Log(), dynamic_sampling={}, prompts_per_step=2)
-    kept = trainer.collector._round(2, 1, {})[0][:2]
+    kept = trainer.collector._round(2, 1, 1, {})[0][:2]
     for sample in kept:
         sample.rollout_logprobs = -3.0 * sample.loss_mask.float()  # far from what the present policy says
-    trainer.collector.kept, trainer.version = [kept], 1
+    trainer.collector.kept, trainer.fleet.version = [kept], 1
     trainer.step(2)
     old = [s.old_logprobs[-1].item() for s in trained_samples(log)]
     assert old == [-3.0, -3.0, TRAINER, TRAINER]
@@ -159,9 +161,9 @@ def test_groups_kept_from_the_last_step_keep_the_log_probs_of_the_policy_that_sa
 def test_a_step_of_kept_groups_alone_has_nothing_to_compare():
     equal = (Status.COMPLETED,) * 4
     trainer = make(log := Log(), statuses=equal, dynamic_sampling={"max_rounds": 1})
-    kept = trainer.collector._round(2, 1, {})[0][:2]
+    kept = trainer.collector._round(2, 1, 1, {})[0][:2]
     kept[0].reward = 0.0
-    trainer.collector.kept, trainer.version = [kept], 1
+    trainer.collector.kept, trainer.fleet.version = [kept], 1
     metrics = trainer.step(2)
     assert len(trained_samples(log)) == 2 and "rollout/logprob_diff_mean" not in metrics
     assert metrics["dynamic_sampling/missing_groups"] == 1
@@ -170,7 +172,7 @@ def test_a_step_of_kept_groups_alone_has_nothing_to_compare():
 def test_the_reference_is_refreshed_every_so_many_steps():
     trainer = make(log := Log(), roles={"reference": {"refresh_every": 2, "ema_decay": 0.9}})
     for step in range(1, 6):
-        trainer.version = step - 1
+        trainer.fleet.version = step - 1
         trainer.step(step)
     assert log.of("capture_reference") == [((0.9,), {})] * 2
 
@@ -205,7 +207,7 @@ def test_equal_rewards_in_the_first_step_say_loudly_why_nothing_can_be_learnt():
     trainer.step(1)
     ((text,), _), = log.of("loud")
     assert text.startswith("all 4 rewards are 0: ") and "4 of 4 responses are truncated" in text and "warm start" in text
-    trainer.version = 1
+    trainer.fleet.version = 1
     trainer.step(2)
     assert log.names().count("loud") == 1
     make(log := Log()).step(1)
@@ -239,8 +241,16 @@ def test_a_guard_warns_or_stops_the_run():
         trainer = make(log := Log(), statuses=EQUAL, sections=sections)
         trainer.run.log_metrics, trainer.console.begin = log.note("metrics"), log.note("begin")
         trainer.console.step, trainer.console.memory = log.note("console"), log.note("memory")
-        trainer.fleet.push = log.note("push", lambda version: setattr(trainer, "version", version) or {})
-        trainer.evaluate = trainer.save = log.note("later")
+
+        def push(version):
+            trainer.fleet.version = version
+            return {}
+
+        trainer.fleet.push = log.note("push", push)
+        progress = trainer.progress
+        progress.step, progress.owes_validation, progress.steps = 0, False, lambda: range(1, 10)
+        progress.following = lambda loop, roles: nullcontext()
+        progress.reached, progress.finish_step = log.note("reached"), log.note("finish_step")
         with pytest.raises(RunError) if action == "stop" else nullcontext() as error:
             trainer.run_all()
         warnings = [text for (text,), _ in log.of("line") if "guards.truncated" in text]
@@ -250,3 +260,4 @@ def test_a_guard_warns_or_stops_the_run():
             assert "guards.truncated" in str(error.value) and len(steps) == 2 and not warnings
         else:
             assert len(warnings) == 1 and len(steps) == 9
+            assert [step for (step,), _ in log.of("reached")] == list(range(1, 10))

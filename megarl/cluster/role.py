@@ -9,6 +9,7 @@ import torch
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from megarl.checkpoint.folder import FileRecord
 from megarl.cluster.placement import Node
 from megarl.cluster.waiting import raise_failed, wait_all, who_is_gone
 from megarl.config import ModelConfig, OptimizerConfig, Phase, RoleConfig
@@ -158,8 +159,22 @@ class RoleGroup:
         """What is taken of the fullest of the role's GPUs by all that runs on it; 0 on CPU."""
         return max(self._all("used_bytes"))
 
-    def save(self, folder: str) -> None:
-        self._all("save", folder)
+    def start_save(self, folder: str, reference: bool) -> int:
+        """Begin to write weights, optimizer and generators, and the reference if asked to, into a folder that is there;
+        returns the bytes of it all, when the role may change again."""
+        return sum(self._all("start_save", folder, reference))
+
+    def has_written(self) -> bool:
+        """Whether all ranks' files of the save that was started are written, or have failed."""
+        return all(self._all("has_written"))
+
+    def finish_save(self) -> dict[str, FileRecord]:
+        """Wait for them; their records by name in the folder."""
+        return {name: record for records in self._all("finish_save") for name, record in records.items()}
+
+    def load(self, folder: str, reference: bool) -> bool:
+        """What a save wrote, into an optimizer that has made no step; whether the random generators go on too."""
+        return all(self._all("load", folder, reference))
 
     # Weight sync, one pipeline stage at a time
 

@@ -55,12 +55,13 @@ class EngineWorker:
     ) -> dict:
         """Join the role's ranks and load the model. Returns this rank's place: what `RoleGroup` must know of it."""
         from megarl.engine import parallel
+        from megarl.engine.checkpoint import Writer
         from megarl.engine.engine import Engine
         from megarl.engine.fused import live_paths
 
         parallel.initialize(self.rank, world_size, master_address, master_port, role, seed, collective_timeout_s)
-        self.model_path = model.path
         self.engine = Engine(model, role, head, trainable)
+        self.writer = Writer(self.engine, model.path)
         gc.collect()
         gc.freeze()  # a full collection would walk all imported modules while the GPU waits
         return {
@@ -114,10 +115,21 @@ class EngineWorker:
     def share_weights(self, *args) -> None:
         self.sender.share(*args)
 
-    def save(self, folder: str) -> None:
-        from megarl.engine import checkpoint
+    def start_save(self, folder: str, reference: bool) -> int:
+        from megarl.engine.checkpoint import Contents
 
-        checkpoint.save(self.engine, self.model_path, folder)
+        return self.writer.start(folder, Contents(optimizer=True, reference=reference))
+
+    def has_written(self) -> bool:
+        return self.writer.is_written()
+
+    def finish_save(self) -> dict:
+        return self.writer.finish()
+
+    def load(self, folder: str, reference: bool) -> bool:
+        from megarl.engine.checkpoint import Contents, load
+
+        return load(self.engine, folder, Contents(optimizer=True, reference=reference))
 
 
 class ServerWorker:

@@ -22,6 +22,7 @@ from megarl.engine.hf.flops import forward_flops
 from megarl.engine.hf.mapping import Parameter, from_shards
 from megarl.engine.hf.shape import ModelShape
 from megarl.engine.logprob import logprobs_and_entropy
+from megarl.engine.lora import adapted_weights
 from megarl.engine.model import (
     build_chunks,
     fuse_gradient_accumulation,
@@ -68,6 +69,7 @@ class Engine:
         self.chunks = build_chunks(self.shape, self.config, self.use_te, head, role)
         if load_weights:
             load_hf_weights(self.chunks, self.shape, model.path)
+        self._adapted = adapted_weights(self.chunks)
         self.runnable = self._with_gradients() if trainable else self.chunks
         self.optimizer = None
         self._reference: Snapshot | None = None
@@ -201,24 +203,38 @@ class Engine:
         """Keep a host copy of the present weights: they are the reference policy from now on.
 
         With `ema_decay`, and where there is one already, it becomes ema_decay * reference + (1 - ema_decay) * weights;
-        it is then kept in float32, as bfloat16 would lose what a small share adds.
+        it is then kept in float32, as bfloat16 would lose what a small share adds. Where there are adapters, copy and
+        average are of their matrices: all else is frozen.
         """
         self.require("score")
         if ema_decay is not None and self._reference is not None:
-            self._reference.average(self._weights(), ema_decay)
+            self._reference.average(self._trained_weights(), ema_decay)
             return
         self._reference = self._reference or Snapshot()
-        self._reference.take(self._weights(), None if ema_decay is None else torch.float32)
+        self._reference.take(self._trained_weights(), None if ema_decay is None else torch.float32)
 
-    def hf_tensors(self, read=lambda parameter: parameter.detach()) -> Iterator[tuple[str, torch.Tensor]]:
-        """This stage's weights as full HF tensors, in a fixed order.
+    def reserve_reference(self, dtype: torch.dtype) -> None:
+        """Room for a reference whose values `reference_tensors` gives to be filled."""
+        self._reference = self._reference or Snapshot()
+        self._reference.reserve(self._trained_weights(), dtype)
+
+    def reference_tensors(self) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
+        """Each parameter that is not frozen with its values in the reference, in host memory."""
+        assert self._reference is not None, "capture_reference() comes first"
+        trained = (parameter for parameter in self.parameters() if parameter.requires_grad)
+        return list(zip(trained, self._reference.parts, strict=True))
+
+    def hf_tensors(
+        self, read: Callable[[torch.nn.Parameter], torch.Tensor] | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """This stage's weights as full HF tensors, in a fixed order; adapters are merged into them.
 
         A collective over the ranks for which `parallel.helps_to_send()` holds, so each of them iterates to the end;
         only sending ranks get tensors, the others get (name, empty tensor). A tied output layer is not repeated. `read`
-        gives what is exported of a parameter: a tensor of its shape.
+        gives what is exported of a parameter in place of its merged weight: a tensor of its shape.
         """
         self.require("score")
-        yield from self._hf_tensors(read, parallel.sends_weights())
+        yield from self._hf_tensors(read or self._merged, parallel.sends_weights())
 
     def hf_shapes(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The same without the values: meta tensors on every rank, and no collective."""
@@ -227,13 +243,17 @@ class Engine:
     def _hf_tensors(self, read, wanted: bool) -> Iterator[tuple[str, torch.Tensor]]:
         for chunk in self.chunks:
             for key, parameter in parameters_of(chunk, self.shape):
-                if key.line == "output_layer.weight" and self.shape.tied:
+                if key.adapted is not None or (key.line == "output_layer.weight" and self.shape.tied):
                     continue
                 for part, shards in self._gathered(key, read(parameter)):
                     if wanted:
                         yield from zip(part.hf_names(self.shape), from_shards(self.shape, part, shards))
                     else:
                         yield from ((name, parameter.new_empty(0)) for name in part.hf_names(self.shape))
+
+    def _merged(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+        layer = self._adapted.get(parameter)
+        return parameter.detach() if layer is None else layer.merged_weight()
 
     def _gathered(self, key: Parameter, tensor: torch.Tensor) -> Iterator[tuple[Parameter, list[torch.Tensor]]]:
         """The shards of a parameter; of an expert also those of the same expert on the other expert-parallel ranks."""
@@ -274,6 +294,9 @@ class Engine:
 
     def _weights(self) -> list[torch.Tensor]:
         return [parameter.data for parameter in self.parameters()]
+
+    def _trained_weights(self) -> list[torch.Tensor]:
+        return [parameter.data for parameter in self.parameters() if parameter.requires_grad]
 
     def _gradients(self) -> list[torch.Tensor]:
         return [parameter.main_grad for parameter in self.parameters() if hasattr(parameter, "main_grad")]
@@ -321,12 +344,12 @@ class Engine:
     def _reference_weights(self):
         """The reference's weights in the place of the engine's own: no second model on the device."""
         assert self._reference is not None, "capture_reference() comes first"
-        self._own.take(self._weights())
-        self._reference.put(self._weights())
+        self._own.take(self._trained_weights())
+        self._reference.put(self._trained_weights())
         try:
             yield
         finally:
-            self._own.put(self._weights())
+            self._own.put(self._trained_weights())
 
 
 def _loss_head(loss: Loss) -> Head:

@@ -20,6 +20,7 @@ from megarl.engine import parallel
 from megarl.engine.hf import FAMILIES
 from megarl.engine.hf.mapping import VALUE_HEAD, Parameter, load_shard, padded_vocab_size
 from megarl.engine.hf.shape import ModelShape
+from megarl.engine.lora import add_adapters, start_adapters
 from megarl.engine.modules import PackedAttention, RMSNorm, ValueHead, residual_add
 from megarl.errors import ConfigError
 
@@ -92,7 +93,8 @@ def recompute_arguments(role: RoleConfig, shape: ModelShape) -> dict:
 def build_chunks(
     shape: ModelShape, config: TransformerConfig, use_te: bool, head: str, role: RoleConfig
 ) -> list[GPTModel]:
-    """This rank's chunks (one, or `virtual_pipeline_parallel`) on its device, weights not set but the value head's."""
+    """This rank's chunks (one, or `virtual_pipeline_parallel`) on its device; weights not set but those of adapters and
+    of a value head."""
     return [_build_chunk(shape, config, use_te, head, role, chunk) for chunk in range(parallel.virtual_pipeline_size())]
 
 
@@ -101,6 +103,8 @@ def _build_chunk(
 ) -> GPTModel:
     vp_stage = chunk if parallel.virtual_pipeline_size() > 1 else None
     layer, norm = te_layer(config) if use_te else local_layer(config)
+    if role.lora:
+        add_adapters(layer, role.lora, shape)
     num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
     has_head = parallel.holds_head(chunk)
     model = GPTModel(
@@ -118,6 +122,10 @@ def _build_chunk(
     if has_head and head == "value":
         model.output_layer = ValueHead(config, role.value_head_bias)
         model.output_layer.initialize(role.value_head_std)
+    if role.lora:
+        start_adapters(parameters_of(model, shape))
+        if parallel.holds_embedding(chunk):  # what is recomputed gets no gradient where its input asks for none
+            model.embedding.register_forward_hook(lambda module, inputs, output: output.requires_grad_())
     return model.to(parallel.device())
 
 
@@ -160,7 +168,8 @@ def fuse_gradient_accumulation(chunks: list[GPTModel]) -> None:
     """
     for chunk in chunks:
         for module in chunk.modules():
-            if hasattr(module, "fuse_wgrad_accumulation"):
+            is_trained = any(parameter.requires_grad for parameter in module.parameters(recurse=False))
+            if is_trained and hasattr(module, "fuse_wgrad_accumulation"):
                 module.fuse_wgrad_accumulation = True
 
 
@@ -177,8 +186,8 @@ def parameters_of(chunk: GPTModel, shape: ModelShape) -> Iterator[tuple[Paramete
 
 @torch.no_grad()
 def load_hf_weights(chunks: list[GPTModel], shape: ModelShape, model_path: str | Path) -> None:
-    """Fill this rank's shards from the folder's safetensors, one full tensor at a time; a value head that the folder
-    lacks keeps its initial weights.
+    """Fill this rank's shards from the folder's safetensors, one full tensor at a time; adapters, and a value head that
+    the folder lacks, keep their initial weights.
 
     Raises ConfigError naming every tensor that the folder lacks, or a bias of its value head that this one has no place
     for.
@@ -188,7 +197,7 @@ def load_hf_weights(chunks: list[GPTModel], shape: ModelShape, model_path: str |
         (key, parameter)
         for chunk in chunks
         for key, parameter in parameters_of(chunk, shape)
-        if key.line not in VALUE_HEAD or where.keys() >= set(key.hf_names(shape))
+        if key.adapted is None and (key.line not in VALUE_HEAD or where.keys() >= set(key.hf_names(shape)))
     ]
     missing = sorted({name for key, _ in wanted for name in key.hf_names(shape)} - where.keys())
     if missing:

@@ -1,5 +1,6 @@
 """Device tensors in host memory: moved there and back in place, or copied."""
 
+import itertools
 import mmap
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,18 +21,20 @@ class HostMemory:
     """
 
     def __init__(self):
-        self._block = torch.empty(0, dtype=torch.uint8)
-        self._unlock = weakref.finalize(self, parallel.unlock_pages, self._block)
+        self._pages: mmap.mmap | bytes = b""
+        self._unlock = weakref.finalize(self, lambda: None)
 
     def parts(self, sizes: Sequence[int]) -> Iterator[torch.Tensor]:
-        """Disjoint uint8 tensors of `sizes` bytes; what earlier ones held is lost."""
+        """Disjoint uint8 tensors of `sizes` bytes, each with a storage of its own; what earlier ones held is lost."""
         aligned = [padded(size, _ALIGNMENT) for size in sizes]
-        if sum(aligned) > self._block.numel():
+        if sum(aligned) > len(self._pages):
             self._unlock()
-            self._block = torch.frombuffer(mmap.mmap(-1, sum(aligned), mmap.MAP_PRIVATE), dtype=torch.uint8)
-            parallel.lock_pages(self._block)
-            self._unlock = weakref.finalize(self, parallel.unlock_pages, self._block)
-        return (part[:size] for part, size in zip(self._block[: sum(aligned)].split(aligned), sizes))
+            self._pages = mmap.mmap(-1, sum(aligned), mmap.MAP_PRIVATE)
+            block = torch.frombuffer(self._pages, dtype=torch.uint8)
+            parallel.lock_pages(block)
+            self._unlock = weakref.finalize(self, parallel.unlock_pages, block)
+        offsets = itertools.accumulate(aligned, initial=0)
+        return (_bytes_at(self._pages, offset, size) for offset, size in zip(offsets, sizes))
 
 
 class MovedTensors:
@@ -67,26 +70,36 @@ class Snapshot:
 
     def __init__(self):
         self._memory = HostMemory()
-        self._parts: list[torch.Tensor] = []
+        self.parts: list[torch.Tensor] = []
 
     def take(self, tensors: Sequence[torch.Tensor], dtype: torch.dtype | None = None) -> None:
         """In `dtype`; None: in their own."""
-        dtypes = [dtype or tensor.dtype for tensor in tensors]
-        parts = self._memory.parts([tensor.numel() * kept.itemsize for tensor, kept in zip(tensors, dtypes)])
-        self._parts = [part.view(kept).view(tensor.shape) for part, kept, tensor in zip(parts, dtypes, tensors)]
-        for part, tensor in zip(self._parts, tensors):
+        for part, tensor in zip(self.reserve(tensors, dtype), tensors):
             part.copy_(tensor, non_blocking=True)
         parallel.synchronize()
 
+    def reserve(self, tensors: Sequence[torch.Tensor], dtype: torch.dtype | None = None) -> list[torch.Tensor]:
+        """Room for such values, undefined as yet."""
+        dtypes = [dtype or tensor.dtype for tensor in tensors]
+        parts = self._memory.parts([tensor.numel() * kept.itemsize for tensor, kept in zip(tensors, dtypes)])
+        self.parts = [part.view(kept).view(tensor.shape) for part, kept, tensor in zip(parts, dtypes, tensors)]
+        return self.parts
+
     def average(self, tensors: Sequence[torch.Tensor], decay: float) -> None:
         """Become decay * itself + (1 - decay) * tensors."""
-        for part, tensor in zip(self._parts, tensors, strict=True):
+        for part, tensor in zip(self.parts, tensors, strict=True):
             part.lerp_(tensor.to(part.device, part.dtype), 1 - decay)
 
     def put(self, tensors: Sequence[torch.Tensor]) -> None:
-        for part, tensor in zip(self._parts, tensors, strict=True):
+        for part, tensor in zip(self.parts, tensors, strict=True):
             tensor.copy_(part, non_blocking=True)
         parallel.synchronize()
+
+
+def _bytes_at(pages: mmap.mmap, offset: int, size: int) -> torch.Tensor:
+    if size == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(pages, dtype=torch.uint8, offset=offset, count=size)
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:

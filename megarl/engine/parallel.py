@@ -137,6 +137,19 @@ def helps_to_send() -> bool:
     return spread or (data_parallel_rank() == 0 and context_parallel_rank() == 0)
 
 
+def layout() -> dict[str, int]:
+    """What decides which rank holds what."""
+    return {
+        "world": dist.get_world_size(),
+        "tensor": tensor_parallel_size(),
+        "context": context_parallel_size(),
+        "pipeline": pipeline_parallel_size(),
+        "virtual_pipeline": virtual_pipeline_size(),
+        "expert": expert_parallel_size(),
+        "expert_tensor": expert_tensor_parallel_size(),
+    }
+
+
 def barrier() -> None:
     """Of all ranks of the role."""
     dist.barrier()

@@ -49,11 +49,11 @@ class Console:
         for what, how in paths.items():
             self.line(f"  {what + ':':18} {how}")
 
-    def begin(self, what: str, total: int) -> None:
-        """Start counting to `total`; replaces the bar before it."""
+    def begin(self, what: str, total: int, done: int = 0) -> None:
+        """Start counting from `done` to `total`; replaces the bar before it."""
         if self._task is not None:
             self._progress.remove_task(self._task)
-        self._task = self._progress.add_task(what, total=total)
+        self._task = self._progress.add_task(what, total=total, completed=done)
 
     def advance(self) -> None:
         self._progress.advance(self._task)

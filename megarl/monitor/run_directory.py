@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from megarl.checkpoint.folder import remove_leftovers, set_aside_newer
 from megarl.cluster.run_tag import new_run_id
 from megarl.config import Config
 from megarl.config_file import dump
-from megarl.data.stream import PromptStream
 from megarl.sample import Sample
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from megarl.checkpoint.resume import Resume
 
 PACKAGES = ("megarl", "torch", "megatron-core", "sglang", "ray", "transformers", "transformer-engine", "numpy")
 
@@ -27,14 +27,21 @@ PACKAGES = ("megarl", "torch", "megatron-core", "sglang", "ray", "transformers",
 class RunDirectory:
     """Owns the files of one run; each line is on disk when its call returns."""
 
-    def __init__(self, config: Config, command: list[str], device: str):
+    def __init__(self, config: Config, command: list[str], device: str, resume: "Resume | None" = None):
+        """What there is of later steps than those that `resume` goes on from is set aside."""
         self.config = config
         self.path = config.run_path
         self.run_id = new_run_id(config.name)
         for folder in ("logs", "checkpoints"):
             (self.path / folder).mkdir(parents=True, exist_ok=True)
+        step = resume.step if resume else None
+        for name in ("metrics.jsonl", "samples.jsonl", "failed_rewards.jsonl"):
+            keep_steps(self.path / name, step)
+        set_aside_newer(self.path, step or 0)
+        remove_leftovers(self.path / "checkpoints")
         (self.path / "config.yaml").write_text(dump(config.model_dump(mode="json")), encoding="utf-8")
-        about = {"run_id": self.run_id} | environment(command, config.seed, device)
+        about = {"run_id": self.run_id, "resumed_from": str(resume.folder) if resume else None}
+        about |= environment(command, config.seed, device) | {"earlier": earlier_starts(self.path / "env.json")}
         (self.path / "env.json").write_text(json.dumps(about, indent=2) + "\n")
         self._metrics = open(self.path / "metrics.jsonl", "a", buffering=1)
         self._samples = open(self.path / "samples.jsonl", "a", buffering=1)
@@ -76,12 +83,6 @@ class RunDirectory:
                 row |= {"response": sample.response_text, "answer": sample.prompt.answer, "error": reason}
                 file.write(json.dumps(row) + "\n")
 
-    def complete(self, checkpoint: Path, rows: PromptStream, tokenizer: "PreTrainedTokenizerBase") -> None:
-        """Put into a checkpoint where in the data the run is, and the chat template where it is not the model's own."""
-        (checkpoint / "data.json").write_text(json.dumps(rows.state_dict()) + "\n")
-        if self.config.data.chat_template is not None:
-            (checkpoint / "hf" / "chat_template.jinja").write_text(tokenizer.chat_template, encoding="utf-8")
-
     def dump_batch(self, name: str, samples: list[Sample]) -> Path:
         """Samples with all their tensors, for `torch.load(file, weights_only=False)`."""
         file = self.path / "skipped" / f"{name}.pt"
@@ -89,9 +90,40 @@ class RunDirectory:
         torch.save(samples, file)
         return file
 
-    def close(self) -> None:
+    def __enter__(self) -> "RunDirectory":
+        return self
+
+    def __exit__(self, *exception) -> None:
         self._metrics.close()
         self._samples.close()
+
+
+def keep_steps(file: Path, step: int | None) -> None:
+    """Move a file's lines of steps after this one, and a last line that is cut off, to NAME.superseded.jsonl; None: all.
+
+    Lines without a step, of a warm start, stay.
+    """
+    if not file.exists():
+        return
+    kept, moved = [], []
+    for line in file.read_text(encoding="utf-8").splitlines(keepends=True):
+        stays = line.endswith("\n") and step is not None and json.loads(line).get("step", 0) <= step
+        (kept if stays else moved).append(line)
+    if moved:
+        with open(file.with_suffix(".superseded.jsonl"), "a", encoding="utf-8") as superseded:
+            superseded.writelines(line.rstrip("\n") + "\n" for line in moved)
+        whole = file.with_name(file.name + ".kept")
+        whole.write_text("".join(kept), encoding="utf-8")
+        os.replace(whole, file)
+
+
+def earlier_starts(file: Path) -> list[dict]:
+    """What env.json said of the starts of this run before, the first one first."""
+    try:
+        before = json.loads(file.read_text())
+    except (FileNotFoundError, ValueError):
+        return []
+    return [*before.pop("earlier", []), before]
 
 
 def environment(command: list[str], seed: int, device: str) -> dict:

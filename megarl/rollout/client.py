@@ -87,19 +87,22 @@ class RolloutClient:
         tokenizer,
         temperature: float | None = None,
         while_waiting: Callable[[], None] = lambda: None,
+        seeds: list[list[int]] | None = None,
     ) -> list[Sample]:
         """`group_size` samples for each prompt, in order: sample i * group_size + j is the j-th of prompt i.
 
         `temperature` overrides the configured one; 0 is greedy and gives no `rollout_logprobs`. `group_id` is the
         prompt's place in this call, `index` the sample's. A response may have at most
         min(max_new_tokens, context_length - prompt length) tokens. `while_waiting` is called again and again meanwhile.
+        `seeds`: one per sample, [i][j]; only servers of deterministic inference heed them (rollout/seeds.py).
         Raises RunError when a request fails for good.
         """
         if temperature is None:
             temperature = self.sampling.temperature
+        assert seeds is None or [len(group) for group in seeds] == [group_size] * len(prompts), "one seed per sample"
         limits = [self._response_limit(prompt) for prompt in prompts]
         requests = [
-            self._request(i, self._generate_body(prompt.token_ids, group_size, temperature, limit))
+            self._request(i, self._generate_body(prompt.token_ids, group_size, temperature, limit, seeds and seeds[i]))
             for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
         ]
         pending = self.start(self._watched(_all(requests)))
@@ -309,7 +312,9 @@ class RolloutClient:
             )
         return min(self.sampling.max_new_tokens, room)
 
-    def _generate_body(self, token_ids: list[int], group_size: int, temperature: float, limit: int) -> dict:
+    def _generate_body(
+        self, token_ids: list[int], group_size: int, temperature: float, limit: int, seeds: list[int] | None
+    ) -> dict:
         params = {
             "n": group_size,
             "temperature": temperature,
@@ -318,7 +323,12 @@ class RolloutClient:
             "max_new_tokens": limit,
             "stop_token_ids": self.stop_token_ids,
         }
-        return {"input_ids": token_ids, "sampling_params": params, "return_logprob": temperature > 0}
+        body = {"input_ids": token_ids, "sampling_params": params, "return_logprob": temperature > 0}
+        if seeds is None:
+            return body
+        # A batch of single samples: all n of one prompt would get the same seed, and so be the same.
+        seeded = [params | {"n": 1, "sampling_seed": seed} for seed in seeds]
+        return body | {"input_ids": [token_ids] * group_size, "sampling_params": seeded}
 
     async def _request(
         self, i: int, body: dict, server_index: int | None = None, path: str = "/generate"

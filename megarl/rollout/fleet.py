@@ -10,6 +10,7 @@ from megarl.errors import RunError
 from megarl.rollout import checksum
 from megarl.rollout.canary import DIFF_LIMIT, Canary
 from megarl.rollout.client import RolloutClient
+from megarl.rollout.replay import Recording
 from megarl.rollout.sync import BroadcastSync, ColocatedSync, SyncFailed, WeightSync
 from megarl.sample import Prompt, Sample
 
@@ -32,7 +33,7 @@ class Fleet:
         self.client: RolloutClient | None = None
         self.sync: WeightSync | None = None
         self.watched: list[RoleGroup] = []  # roles that nobody else looks at while the servers generate
-        self.version = 0
+        self.version = -1  # of what the servers read from disk
         self.restarts = 0
         self._urls: list[str] = []  # by index
         self._starting: dict[int, Any] = {}  # index -> what its start will return
@@ -81,10 +82,14 @@ class Fleet:
             actor.place("update")  # as it was
 
     def generate(
-        self, prompts: list[Prompt], group_size: int, tokenizer, temperature: float | None = None
+        self, name: str, prompts: list[Prompt], group_size: int, tokenizer, temperature: float | None = None
     ) -> list[Sample]:
-        """As the client's; a dead server's requests are made again elsewhere, or by its successor if it was alone."""
-        return self.client.generate(prompts, group_size, tokenizer, temperature, while_waiting=self._tend)
+        """As the client's; a dead server's requests are made again elsewhere, or by its successor if it was alone.
+        `name`: of what is generated, by which rollout.save keeps it."""
+        samples = self.client.generate(prompts, group_size, tokenizer, temperature, while_waiting=self._tend)
+        if self.config.rollout.save is not None:
+            Recording(self.config.rollout.save).save(name, samples)
+        return samples
 
     def push(self, version: int) -> dict[str, float]:
         """As `WeightSync.push`, once more where a server died or hangs in it: after that one was started again, without

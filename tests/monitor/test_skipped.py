@@ -11,11 +11,9 @@ from megarl.sample import Prompt, Sample
 
 @pytest.fixture
 def run(tmp_path):
-    directory = RunDirectory(
-        Config.model_validate({"name": "x", "run_directory": str(tmp_path), "model": {"path": "m"}, "data": {"train": "t"}}), [], "cpu"
-    )
-    yield directory
-    directory.close()
+    settings = {"name": "x", "run_directory": str(tmp_path), "model": {"path": "m"}, "data": {"train": "t"}}
+    with RunDirectory(Config.model_validate(settings), [], "cpu") as directory:
+        yield directory
 
 
 def samples():

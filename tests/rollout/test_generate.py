@@ -8,6 +8,8 @@ import torch
 from rollout_reference import CONTEXT, reference_logprobs
 
 from megarl.errors import RunError
+from megarl.rollout import http
+from megarl.rollout.seeds import group_seeds
 from megarl.rollout.server import NEVER_PUSHED
 from megarl.sample import Prompt, Status
 
@@ -40,6 +42,31 @@ def test_each_prompt_gets_a_group_of_whole_samples_in_order(sglang_server, make_
         assert sample.policy_version == (NEVER_PUSHED, NEVER_PUSHED)
         response = sample.token_ids[sample.prompt_length :]
         assert sample.response_text == tokenizer.decode(response, skip_special_tokens=True)
+
+
+def test_each_sample_of_a_seeded_group_is_asked_for_with_its_own_seed(
+    sglang_server, make_client, tokenizer, monkeypatch
+):
+    """A server on a CPU has no deterministic inference and leaves the seeds alone."""
+    sent, call = [], http.call
+
+    async def recorded(session, url, path, body, timeout_s):
+        sent.append(body)
+        return await call(session, url, path, body, timeout_s)
+
+    monkeypatch.setattr(http, "call", recorded)
+    client = make_client([sglang_server.url])
+    for group_size in (3, 1):
+        sent.clear()
+        seeds = group_seeds(1, 2, PROMPTS, group_size, max_new_tokens=16, vocab_size=448)
+        samples = client.generate(PROMPTS, group_size, tokenizer, seeds=seeds)
+        assert [sample.group_id for sample in samples] == [i for i in range(3) for _ in range(group_size)]
+        for sample in samples:
+            assert sample.token_ids[: sample.prompt_length].tolist() == PROMPTS[sample.group_id].token_ids
+            assert sample.rollout_logprobs.shape == sample.token_ids.shape
+        assert [body["input_ids"] for body in sent] == [[prompt.token_ids] * group_size for prompt in PROMPTS]
+        params = [[(one["n"], one["sampling_seed"]) for one in body["sampling_params"]] for body in sent]
+        assert params == [[(1, seed) for seed in group] for group in seeds]
 
 
 def test_the_stop_token_is_the_last_trained_token(sglang_server, make_client, tokenizer, model):

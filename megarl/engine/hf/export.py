@@ -2,66 +2,86 @@
 
 import json
 import os
-import shutil
 from pathlib import Path
 
 import torch
-from huggingface_hub import save_torch_state_dict
+from huggingface_hub import StateDictSplit, split_torch_state_dict_into_shards
 
-from megarl.config import CriticConfig, ModelConfig
-from megarl.engine import checkpoint, parallel
-from megarl.engine.engine import Engine
+from megarl.checkpoint.folder import NAME, record_all, role_folder, step_of, sync_directory
+from megarl.engine.hf.conversion import describe, new_folder, require_room
+from megarl.engine.hf.files import HF_FOLDER, copy_small_files
+from megarl.engine.hf.role_weights import RoleWeights
+from megarl.engine.hf.streaming import write_safetensors
 from megarl.errors import ConfigError
-from megarl.rollout.server import free_port
 
 
-def export_hf(run_or_checkpoint: str | Path, out: str | Path, max_shard_size: str = "5GB") -> str:
-    """Write `out` from a checkpoint folder, or from the last checkpoint of a run directory; returns a line about it.
+def export_hf(
+    run_or_checkpoint: str | Path,
+    out: str | Path,
+    role: str = "actor",
+    dtype: str | None = None,
+    max_shard_size: str = "5GB",
+    verify: bool = False,
+) -> str:
+    """Write `out` from a checkpoint, or from the newest complete one of a run directory; returns lines about it.
 
-    Full tensors under HF names, in files of at most `max_shard_size`, in the dtype of training, vocabulary padding
-    removed, ties kept. A value head makes it a sequence classifier with one label. In this process, on CPU. Raises
-    ConfigError where there is no checkpoint or `out` exists.
+    Full tensors under HF names, in files of at most `max_shard_size`, in `dtype` (None: that of training), vocabulary
+    padding removed, ties kept. A value head makes it a sequence classifier with one label. One tensor at a time is in
+    memory; `verify` compares with Megatron's model at last, for which it holds all of them, in float32.
+
+    Raises ConfigError where there is no whole checkpoint or `out` exists, RunError where a value does not fit into
+    `dtype`, the disk is full or the comparison fails. There is no `out` then.
     """
-    source, out = find_checkpoint(Path(run_or_checkpoint)), Path(out)
-    if out.exists():
-        raise ConfigError(f"{out} exists already; an export never overwrites")
-    partial = out.with_name(out.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.parent.mkdir(parents=True, exist_ok=True)
-    checkpoint.copy_small_files(source / checkpoint.HF_FOLDER, partial)
-    about = json.loads((source / "megarl.json").read_text())
-    head = about.get("head", "lm")  # a checkpoint that names none is of a language model
-    config = json.loads((partial / "config.json").read_text())
-    config = with_dtype(config, about["dtype"]) | (classifier_keys(config) if head == "value" else {})
-    (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    tensors = full_tensors(source, about["dtype"], head, about.get("value_head_bias", False))
-    written = f"wrote {out} from {source}"
-    if head == "value":
-        # SGLang's classes for Qwen have a bias, which they leave at random values where the folder has none.
-        bias = tensors.setdefault("score.bias", torch.zeros(1, dtype=tensors["score.weight"].dtype))
-        if bias:
-            written += f"; transformers leaves out its score.bias, so scores there are lower by {float(bias):g}"
-    save_torch_state_dict(tensors, partial, max_shard_size=max_shard_size)
-    os.replace(partial, out)
-    return written
+    out = Path(out)
+    with new_folder(out) as partial:
+        source = role_folder(run_or_checkpoint, role)
+        weights = RoleWeights(source)
+        dtype = dtype or weights.dtype
+        sizes = weights.hf_shapes().items()
+        shapes = {name: torch.empty(size, dtype=getattr(torch, dtype), device="meta") for name, size in sizes}
+        plan = plan_files(shapes, max_shard_size)
+        require_room(partial, sum(tensor.nbytes for tensor in shapes.values()))
+        copy_small_files(source / HF_FOLDER, partial)
+        write_config(partial / "config.json", dtype, weights.head)
+        write_safetensors(partial, weights.hf_tensors(), shapes, plan)
+        lines = [f"wrote {out} from {source}"]
+        if weights.head == "value" and (bias := weights.value_head_bias()):
+            lines[0] += f"; transformers leaves out its score.bias, so scores there are lower by {bias:g}"
+        if verify:
+            from megarl.engine.hf.verify import compare  # Megatron and transformers take seconds to import
+
+            lines.append(compare(source, partial))
+        step = step_of(source.resolve().parent) if NAME.fullmatch(source.resolve().parent.name) else None
+        about = {"role": role, "step": step}
+        lines.append(describe(partial, source, dtype, record_all(partial, plan.filename_to_tensors), about))
+        os.replace(partial, out)
+    sync_directory(out.parent)
+    return "\n".join(lines)
 
 
-def full_tensors(source: Path, dtype: str, head: str, value_head_bias: bool) -> dict[str, torch.Tensor]:
-    """HF name -> the whole tensor."""
-    role = CriticConfig(value_head_bias=value_head_bias)
-    parallel.initialize(0, 1, "127.0.0.1", free_port("127.0.0.1"), role, seed=0)
+def plan_files(shapes: dict[str, torch.Tensor], max_shard_size: str) -> StateDictSplit:
+    """Which tensor goes into which file."""
     try:
-        model = ModelConfig(path=str(source / checkpoint.HF_FOLDER), dtype=dtype, transformer_impl="local")
-        engine = Engine(model, role, head, trainable=False, load_weights=False)
-        checkpoint.load(engine, source)
-        return {name: tensor.clone() for name, tensor in engine.hf_tensors()}
-    finally:
-        parallel.shutdown()
+        return split_torch_state_dict_into_shards(shapes, max_shard_size=max_shard_size)
+    except ValueError as error:
+        raise ConfigError(f"--max-shard-size: {error}") from error
 
 
-def with_dtype(config: dict, dtype: str) -> dict:
-    """transformers loads weights in the dtype that the config names: a narrower one would round them."""
-    return {key: value for key, value in config.items() if key != "torch_dtype"} | {"dtype": dtype}  # the older key
+def write_config(file: Path, dtype: str, head: str) -> None:
+    """Change the config.json that the model had: transformers loads weights in the dtype that it names."""
+    config = json.loads(file.read_text())
+    config = {key: value for key, value in config.items() if key != "torch_dtype"} | {"dtype": dtype}  # the older key
+    config |= classifier_keys(config) if head == "value" else language_model_keys(config)
+    file.write_text(json.dumps(config, indent=2) + "\n")
+
+
+def language_model_keys(config: dict) -> dict:
+    """SGLang finds its class by the architecture."""
+    if config.get("architectures"):
+        return {}
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return {"architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config["model_type"]]]}
 
 
 def classifier_keys(config: dict) -> dict:
@@ -78,17 +98,3 @@ def classifier_keys(config: dict) -> dict:
     if pad is not None and pad in (eos if isinstance(eos, list) else [eos]):
         keys["pad_token_id"] = None
     return keys
-
-
-def find_checkpoint(path: Path) -> Path:
-    """`path` itself where it is a checkpoint, else the last one of the run directory `path`."""
-    if (path / "megarl.json").is_file():
-        return path
-    found = sorted(file.parent for file in path.glob("checkpoints/*/megarl.json"))
-    steps = [folder for folder in found if folder.name.startswith("step_")]
-    if steps:
-        return steps[-1]
-    if found:
-        names = ", ".join(folder.name for folder in found)
-        raise ConfigError(f"{path} has no checkpoint of a finished step, only {names}: give {found[-1]} to export it")
-    raise ConfigError(f"{path} is neither a checkpoint nor a run directory with one in checkpoints/")

@@ -7,7 +7,7 @@ own, so a rank holds its gate rows, then its up rows).
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -22,6 +22,7 @@ _FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
+_ADAPTER = re.compile(r"\.lora_([ab])\.weight$")
 _LAYER = re.compile(r"(?<=\.layers\.)\d+")
 _EXPERT = re.compile(r"\.experts\.(?:local_experts\.(\d+)\.(\w+)\.weight|(\w+)\.weight(\d+))$")
 
@@ -54,8 +55,16 @@ class Parameter:
         return tuple(name.format(layer=self.layer, expert=self.expert) for name in table[line])
 
     @property
+    def adapted(self) -> "Parameter | None":
+        """The weight whose LoRA adapter it is a matrix of; None: it is none."""
+        return replace(self, line=_ADAPTER.sub(".weight", self.line)) if _ADAPTER.search(self.line) else None
+
+    @property
     def partition_dim(self) -> int:
         """The dimension along which tensor parallelism splits it; -1 where every rank holds all of it."""
+        if match := _ADAPTER.search(self.line):  # B has the weight's rows, A its columns
+            dim = 0 if match.group(1) == "b" else 1
+            return dim if self.adapted.partition_dim == dim else -1
         if self.line in VOCABULARY or ".linear_qkv." in self.line or ".linear_fc1." in self.line:
             return 0
         return 1 if ".linear_proj." in self.line or ".linear_fc2." in self.line else -1

@@ -1,0 +1,149 @@
+"""How far a run is: its state between two steps, what its validations say, and when it is saved, stopped or done."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Protocol
+
+from megarl.checkpoint import folder as folders
+from megarl.checkpoint.best import BestValidation
+from megarl.checkpoint.resume import Resume
+from megarl.checkpoint.saver import LoopState, Saver
+from megarl.cluster.role import RoleGroup
+from megarl.config import Config
+from megarl.errors import RunError
+from megarl.interrupt import Interrupts
+from megarl.monitor.console import Console
+from megarl.monitor.run_directory import RunDirectory
+from megarl.sample import Sample
+
+
+class Loop(Protocol):
+    """What a trainer gives to be saved."""
+
+    def state(self) -> dict: ...
+    def kept_groups(self) -> list[list[Sample]]: ...
+    def hold(self, role: RoleGroup) -> None:
+        """All that the role has on its GPUs, whatever else must leave them."""
+
+    def saved_after_push(self, step: int) -> None:
+        """Servers that left for a save outside of a step come back."""
+
+    def give_up(self) -> None:
+        """After a signal: nothing but saving is to come."""
+
+
+class Progress:
+    def __init__(
+        self, config: Config, run: RunDirectory, tokenizer, console: Console, resume: Resume | None
+    ):
+        self.config = config
+        self.run = run
+        self.console = console
+        self.resume = resume
+        self.saver = Saver(config, run, tokenizer, console)
+        self.interrupts = Interrupts(config.checkpoint)
+        self.best = BestValidation.of(config)
+        self.step = 0  # the last one that was done
+        self.owes_validation = True  # of that step
+        self._state: LoopState | None = None
+        self._is_best = False
+        if resume is not None:
+            self.step, self.owes_validation = resume.step, not resume.state["is_validated"]
+            self.best.load_state_dict(resume.state["best"])
+            if resume.in_place:
+                self.saver.published = self.step
+
+    @contextmanager
+    def following(self, loop: Loop, roles: dict[str, RoleGroup]) -> Iterator[None]:
+        """Around all steps: signals save the run, and at its end all that was committed is published."""
+        self.loop = loop
+        self.saver.use(roles)
+        self._state = self._state_now()
+        with self.interrupts:
+            try:
+                yield
+                with self.interrupts.held():
+                    self.saver.settle()
+            except KeyboardInterrupt:
+                if self.interrupts.may_save:
+                    self._save_interrupted()
+                raise
+            except RunError:
+                if self.interrupts.received is None:
+                    with suppress(RunError):  # those who write may be what failed
+                        self.saver.settle()
+                raise
+        self._tell_best()
+
+    def steps(self) -> Iterator[int]:
+        """The numbers of the steps to do."""
+        last = self.config.trainer.steps
+        while self.step < last:
+            if why := self.best.why_stop():
+                self.console.line(f"stopped early after step {self.step}: {why}")
+                return
+            with self.interrupts.held():
+                self.saver.poll()
+            yield self.step + 1
+
+    def hold(self) -> None:
+        """The weights are about to change: until `reached` there is no state of the run to save."""
+        self.interrupts.hold()
+
+    def begin_if_due(self, step: int) -> bool:
+        """Inside a step, when its weights are there: copy them for a checkpoint that `finish_step` completes."""
+        trainer = self.config.trainer
+        if trainer.is_due(step, trainer.save_every):
+            self.saver.begin(step, self.loop.hold)
+            return True
+        return False
+
+    def reached(self, step: int) -> None:
+        """The step is done, and its metrics are logged."""
+        trainer = self.config.trainer
+        self.step, self.owes_validation, self._is_best = step, trainer.is_due(step, trainer.evaluate_every), False
+        self._state = self._state_now()
+        self.interrupts.release()
+
+    def validated(self, metrics: dict[str, float]) -> None:
+        """The validation after the last step; {}: there is none in this run."""
+        self.owes_validation = False
+        if metrics:
+            if self.best.metric not in metrics:
+                names = ", ".join(sorted(name for name in metrics if name.startswith("validation/")))
+                raise RunError(f"checkpoint.metric: {self.best.metric} is none of this run's: {names}")
+            score = metrics[self.best.metric]
+            self._is_best = self.best.see(self.step, score)
+            self._state = self._state_now(score)
+
+    def finish_step(self) -> None:
+        """Commit what was begun in the step, or save it now where it is the best or the last."""
+        keeps_best = self.config.checkpoint.keep_best > 0 or self.config.trainer.early_stop is not None
+        is_wanted = (self._is_best and keeps_best) or self.best.why_stop()
+        with self.interrupts.held():
+            if is_wanted and not self.saver.is_open and self.saver.published != self.step:
+                self.saver.begin(self.step, self.loop.hold)
+                self.loop.saved_after_push(self.step)
+            if self.saver.is_open:
+                self.saver.commit(self._state)
+
+    def _state_now(self, score: float | None = None) -> LoopState:
+        is_validated = not self.owes_validation
+        values = self.loop.state() | {"best": self.best.state_dict(), "is_validated": is_validated}
+        return LoopState(self.step, values, list(self.loop.kept_groups()), score)
+
+    def _save_interrupted(self) -> None:
+        """The run as it was after the last whole step."""
+        received, step = self.interrupts.received, self._state.step
+        self.console.line(f"{received}: saving the run after step {step}; the signal once more ends it at once")
+        if not self.saver.has(step):
+            self.loop.give_up()
+            self.saver.begin(step, self.loop.hold)
+        if self.saver.is_open:
+            self.saver.commit(self._state)
+        self.saver.settle()
+
+    def _tell_best(self) -> None:
+        link = self.run.path / "checkpoints" / folders.BEST
+        if link.exists():
+            self.console.line(f"best checkpoint by {self.best.metric}: {link} -> {link.resolve().name}")

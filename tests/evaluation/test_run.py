@@ -1,0 +1,338 @@
+"""`megarl eval`: what it refuses, which models it finds, and that its numbers are those of its rows."""
+
+import csv
+import itertools
+import json
+import re
+import shutil
+import signal
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+from end_to_end import ROOT, Run, wait_until
+from scoring import samples_with, scorer
+
+from megarl import cli
+from megarl.checkpoint.folder import file_names, publish
+from megarl.data import toy
+from megarl.errors import ConfigError, RunError
+from megarl.evaluation import models
+from megarl.evaluation.estimators import metrics_of
+from megarl.evaluation.run import add_arguments
+from megarl.evaluation.settings import read_options
+
+CONFIG = """device: cpu
+name: small
+model: {path: toy/model, dtype: float32}
+data: {train: gone.jsonl, validation: toy/validation.jsonl, prompt_key: question, max_prompt_tokens: 64}
+algorithm: {reward: last_integer}
+rollout: {sampling: {max_new_tokens: 8}}
+"""
+REWARD = '''
+def vowels(sample):
+    if "fail" in sample.response_text:
+        raise ValueError("a word that is not liked")
+    return float(num_vowels(sample.response_text) % 2)
+
+
+def num_vowels(text):
+    return sum(text.count(letter) for letter in "aeiou")
+
+
+def answer_of(response):
+    return None if response[:1] in ("", " ") else str(num_vowels(response) // 2)
+'''
+
+
+@pytest.fixture(scope="module")
+def toy_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("toy")
+    toy.make(folder, seed=0)
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch, toy_folder):
+    """The working directory: base.yaml, the toy, and the module letters with a reward."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "toy").symlink_to(toy_folder)
+    (tmp_path / "base.yaml").write_text(CONFIG)
+    (tmp_path / "letters.py").write_text(REWARD)
+    return tmp_path
+
+
+def refusal(capsys, *arguments: str) -> list[str]:
+    assert cli.main(["eval", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    return err.removeprefix("megarl: error: ").splitlines()
+
+
+def options(*arguments: str):
+    import argparse
+
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return parser.parse_args(arguments)
+
+
+def write_checkpoint(step: int, head: str = "lm", run: str = "runs/small") -> Path:
+    """With the files that are looked at before an export."""
+    partial = Path(run, "checkpoints", f"step_{step:06d}.partial")
+    shutil.copytree("toy/model", partial / "actor/hf", ignore=shutil.ignore_patterns("*.safetensors"))
+    (partial / "actor/megarl.json").write_text(json.dumps({"dtype": "bfloat16", "head": head}))
+    return publish(partial, {})
+
+
+# What is refused
+
+
+def test_all_that_is_wrong_is_said_at_once(folder, capsys):
+    arguments = ["--model", "nowhere", "--model", "toy/model", "--model", "model=toy/model", "--data", "no.jsonl"]
+    arguments += ["--reward", "foo", "--samples-per-prompt", "4", "--pass-at", "1,8", "--max-new-tokens", "8"]
+    arguments += ["--out", "toy", "--max-prompts", "0", "evaluation.major=true"]
+    head, *lines = refusal(capsys, *arguments)
+    assert head == "9 problems:"
+    assert lines[0] == "--model nowhere: no such folder: nowhere"
+    assert lines[1] == "--model model=toy/model: a model before it is named model too; NAME=PATH gives it a name"
+    assert lines[2] == "override evaluation.major=true: unknown key; did you mean evaluation.majority?"
+    assert lines[3] == "--out toy: toy exists already; an evaluation never overwrites"
+    assert lines[4] == "--max-prompts 0: wanted 1 or more"
+    assert lines[5] == "--data no.jsonl: data.validation: no such file: no.jsonl"
+    assert lines[6].startswith("--reward foo: algorithm.reward.foo: given 'foo', valid: ")
+    assert lines[7].startswith("--pass-at 1,8: evaluation.pass_at: given [1, 8], but evaluation.samples_per_prompt is 4")
+    assert lines[8].startswith("--samples-per-prompt 4: evaluation.samples_per_prompt: given 4, but evaluation.temper")
+    assert sorted(path.name for path in folder.iterdir()) == ["base.yaml", "letters.py", "toy"]
+
+
+@pytest.mark.parametrize(
+    ["arguments", "error"],
+    [
+        ([], "--model is missing: it is needed where no config is given"),
+        (["--pass-at", "2,2", "--samples-per-prompt", "2"], "given [2, 2], allowed: whole numbers >= 1, each of them once"),
+        (["--pass-at", "0"], "given [0], allowed: whole numbers >= 1, each of them once"),
+        (["base.yaml", "--temperature", "-1"], "--temperature -1.0: evaluation.temperature: given -1.0"),
+        (["base.yaml", "seed=1", "--seed", "2"], "seed is overridden twice"),
+        (["base.yaml", "data.validation=null"], "override data.validation=null: null, and no --data FILE is given"),
+        (["base.yaml", "algorithm={name: sft, reward: null}"], "null with algorithm.name: sft, and no --reward NAME is given"),
+        (["base.yaml"], "the run of this config is runs/small: no such folder: runs/small; --model PATH names another"),
+        (["base.yaml", "--model", "toy"], "--model toy: toy is neither a checkpoint nor a run directory"),
+        (["base.yaml", "--model", "toy/model", "--max-new-tokens", "250"], "= 64 + 250 = 314 is more than the model's"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(folder, capsys, arguments, error):
+    assert error in "\n".join(refusal(capsys, *arguments))
+
+
+def test_rows_that_no_reward_could_read_are_refused_before_a_server_starts(folder, capsys):
+    Path("rows.jsonl").write_text('{"question": "How many?", "answer": ""}\n{"text": 3}\n')
+    assert cli.main(["eval", "--model", "toy/model", "--data", "rows.jsonl", "--reward", "gsm8k", "--max-new-tokens", "8"]) == 2
+    err = capsys.readouterr().err
+    assert "rows.jsonl:1: answer: wanted a non-empty string" in err and "rows.jsonl:2: no column question" in err
+    assert not Path("runs").exists()
+
+
+# Which model
+
+
+def test_a_run_is_evaluated_at_its_best_checkpoint_or_else_its_newest_complete_one(folder):
+    write_checkpoint(2)
+    newest = write_checkpoint(10)
+    broken = write_checkpoint(12)
+    (broken / "actor/megarl.json").unlink()
+    (model, config), = read_options(options("base.yaml"))[0].items()
+    assert model.role_folder == newest / "actor" and config.model.path == str(newest / "actor/hf")
+    assert model.name == "small-step_000010"
+    (newest.parent / "best").symlink_to("step_000002")
+    assert models.parse("runs/small").name == "small-step_000002"
+    assert models.parse("x=runs/small/checkpoints/step_000010").role_folder == newest / "actor"
+    with pytest.raises(ConfigError, match="step_000012 has no actor|step_000012 is neither"):
+        models.parse(str(broken))
+
+
+def test_a_checkpoint_that_is_cut_or_writes_no_responses_is_refused(folder):
+    checkpoint = write_checkpoint(1)
+    (checkpoint / "actor/hf/tokenizer.json").write_text("{")
+    with pytest.raises(ConfigError, match="step_000001 is not a complete checkpoint: actor/hf/tokenizer.json has 1 bytes"):
+        models.parse(str(checkpoint))
+    with pytest.raises(ConfigError, match="actor has a value head: it scores, and writes no responses"):
+        models.parse(str(write_checkpoint(2, head="value")))
+
+
+def test_without_a_config_columns_dtype_and_lengths_are_the_models_and_the_files_own(folder):
+    checkpoint = write_checkpoint(1)
+    arguments = ["--model", "toy/model", "--model", f"rl={checkpoint}", "--data", "toy/validation.jsonl"]
+    configs, out = read_options(options(*arguments, "--reward", "last_integer", "--max-new-tokens", "16", "seed=3"))
+    base, rl = configs.values()
+    assert (base.data.prompt_key, base.data.answer_key, base.seed) == ("question", "answer", 3)
+    assert (base.model.dtype, rl.model.dtype) == ("float32", "bfloat16")
+    assert base.data.max_prompt_tokens == 256 - 16 and base.rollout.sampling.max_new_tokens == 16
+    assert out.parent == Path("runs/eval") and re.fullmatch(r"eval-\d{8}-\d{6}", out.name)
+
+
+def test_of_a_supervised_config_only_what_generates_is_taken(folder):
+    more = ["algorithm={name: sft}", "roles.actor.gpus_per_node=7", "trainer.steps=3"]
+    arguments = ["base.yaml", *more, "--model", "toy/model", "--reward", "last_integer", "--max-new-tokens", "9"]
+    (config,) = read_options(options(*arguments))[0].values()
+    assert list(config.algorithm.reward) == ["last_integer"] and config.rollout.sampling.max_new_tokens == 9
+    assert list(config.servers) == ["rollout"] and config.roles.actor.gpus_per_node == 1
+
+
+def test_models_get_prompts_by_their_own_template_and_only_those_that_fit_all(folder):
+    from megarl.evaluation.evaluate import Candidate, share_prompts
+
+    shutil.copytree("toy/model", "other")
+    settings = json.loads(Path("other/tokenizer_config.json").read_text())
+    settings["chat_template"] = "{{ '<|im_start|>think\n' }}" + settings["chat_template"]
+    Path("other/tokenizer_config.json").write_text(json.dumps(settings))
+    rows = [{"question": text, "answer": "1"} for text in ("How many?", "many " * 230, "How many books?")]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = ["--model", "toy/model", "--model", "other", "--data", "rows.jsonl", "--reward", "gsm8k"]
+    configs, _ = read_options(options(*arguments, "--max-new-tokens", "16"))
+    candidates = [Candidate(model, config) for model, config in configs.items()]
+    assert [len(candidate.prompts) for candidate in candidates] == [3, 2]
+    notes = share_prompts(candidates, None)
+    assert notes == ["1 of 3 prompts are left out, for all models: too long for other"]
+    for candidate in candidates:
+        assert [prompt.metadata["source"] for prompt in candidate.prompts] == ["rows.jsonl:1", "rows.jsonl:3"]
+    first, second = (candidate.prompts[0].token_ids for candidate in candidates)
+    assert len(second) > len(first) and second[-len(first) :] == first
+
+
+# What is counted
+
+
+def count(rows: list[dict], k: int) -> tuple[Fraction, Fraction]:
+    """(pass@k, maj@k) over all choices of k responses, as a reader of the rows would count them by hand."""
+    passes, majorities = [], []
+    for row in rows:
+        choices = list(itertools.combinations(row["responses"], k))
+        passes.append(Fraction(sum(any(r["reward"] >= 1 for r in chosen) for chosen in choices), len(choices)))
+        majorities.append(sum(map(majority, choices), Fraction(0)) / len(choices))
+    return sum(passes) / len(rows), sum(majorities) / len(rows)
+
+
+def majority(chosen: tuple[dict, ...]) -> Fraction:
+    """The chance that the answer which most of them give is correct, where equal counts are decided by lot; here an
+    answer says nothing of whether a response is correct, so the responses that gave it decide that."""
+    votes = [response["answer"] for response in chosen if response["answer"] is not None]
+    most = max(map(votes.count, votes), default=0)
+    leaders = [answer for answer in dict.fromkeys(votes) if votes.count(answer) == most]
+    shares = [[r["reward"] >= 1 for r in chosen if r["answer"] == answer] for answer in leaders]
+    return sum((Fraction(sum(share), len(share)) for share in shares), Fraction(0)) / max(len(leaders), 1)
+
+
+def test_the_report_has_the_numbers_that_its_rows_come_to(folder):
+    arguments = ["--model", "base=toy/model", "--data", "toy/validation.jsonl", "--reward", "letters:vowels"]
+    arguments += ["--samples-per-prompt", "4", "--temperature", "1.0", "--pass-at", "1,2,4", "--max-new-tokens", "12"]
+    more = ["--max-prompts", "12", "--out", "out/first", "rollout.server_args={log_level: warning}"]
+    with Run(folder, *arguments, *more, command="eval") as run:
+        assert run.wait(300) == 0, run.output
+    out = folder / "out/first"
+    assert {path.name for path in out.iterdir()} == {"base.jsonl", "report.csv", "report.html", "report.txt"}
+    assert [path.name for path in out.parent.iterdir()] == ["first"]
+    assert (out / "report.txt").read_text() in run.output
+    rows = [json.loads(line) for line in (out / "base.jsonl").read_text().splitlines()]
+    held_out = [json.loads(line) for line in Path("toy/validation.jsonl").read_text().splitlines()[:12]]
+    assert [row["source"] for row in rows] == [f"toy/validation.jsonl:{line}" for line in range(1, 13)]
+    assert [row["answer"] for row in rows] == [row["answer"] for row in held_out]
+    assert [row["messages"] for row in rows] == [[{"role": "user", "content": row["question"]}] for row in held_out]
+
+    responses = [response for row in rows for response in row["responses"]]
+    assert len(responses) == 48 and len({response["text"] for response in responses}) > 40
+    for response in responses:
+        vowels = len(re.findall("[aeiou]", response["text"]))
+        assert response["reward"] == response["reward_parts"]["vowels"] == vowels % 2
+        assert response["answer"] == (str(vowels // 2) if response["text"][:1].strip(" ") else None)
+        assert response["num_tokens"] == 12 or not response["truncated"] and response["num_tokens"] < 12
+    assert 0 < sum(response["reward"] for response in responses) < 48
+
+    with open(out / "report.csv", newline="") as file:
+        found = {line["metric"]: line for line in csv.DictReader(file)}
+    expected = {"reward_mean": Fraction(sum(int(response["reward"]) for response in responses), 48)}
+    expected |= {"length_mean": Fraction(sum(response["num_tokens"] for response in responses), 48)}
+    expected |= {"truncated_ratio": Fraction(sum(response["truncated"] for response in responses), 48), "errors": 0}
+    for k in (1, 2, 4):
+        expected[f"pass@{k}"], of_votes = count(rows, k)
+        expected |= {f"maj@{k}": of_votes} if k > 1 else {}
+    assert found.keys() == expected.keys() | {"reward/vowels"}
+    for name, value in expected.items():
+        assert float(found[name]["value"]) == pytest.approx(float(value), abs=1e-12), name
+        assert found[name]["model"] == "base" and found[name]["n"] == "12"
+
+
+def evaluated(rewards: dict, responses: list[str], **settings):
+    """The result of responses to one prompt."""
+    from megarl.config import Config
+    from megarl.evaluation.scoring import evaluate_samples
+
+    samples = samples_with(["7"] * len(responses), group_size=len(responses))
+    for sample, response in zip(samples, responses):
+        sample.response_text = response
+    config = Config(
+        name="x",
+        model={"path": "x"},
+        data={"train": "x"},
+        algorithm={"reward": rewards},
+        evaluation={"samples_per_prompt": len(responses), "temperature": 1.0} | settings,
+    )
+    allowing = scorer(rewards, on_error="drop_sample", max_error_ratio=0.9)
+    return evaluate_samples("x", samples, allowing, config)
+
+
+def test_a_failed_reward_is_an_error_and_no_zero(folder):
+    rewards = {"vowels": {"function": "letters:vowels"}}
+    result = evaluated(rewards, ["a", "b", "I fail", "u"], pass_at=[1, 2])
+    (prompt,) = result.prompts
+    assert [response.reward for response in prompt.responses] == [1.0, 0.0, None, 1.0]
+    assert "a word that is not liked" in prompt.responses[2].error
+    metrics = metrics_of(result, [1, 2])
+    assert metrics["reward_mean"].value == pytest.approx(2 / 3) and metrics["errors"].value == 1
+
+
+def test_final_answers_are_looked_for_as_the_reward_reads_them(folder):
+    responses = ["#### 7", "it is 7.0", "none", "#### 1e1"]
+    strict = evaluated({"gsm8k": {}}, responses, pass_at=[1, 4])
+    assert [response.answer for response in strict.prompts[0].responses] == ["7", None, None, "10"]
+    flexible = evaluated({"completed": 0.1, "gsm8k": {"options": {"mode": "flexible"}}}, responses, pass_at=[4])
+    assert [response.answer for response in flexible.prompts[0].responses] == ["7", "7", None, "10"]
+    for settings in ({"pass_at": [1]}, {"pass_at": [1, 4], "majority": False}):
+        assert not evaluated({"gsm8k": {}}, responses, **settings).has_answers
+    assert not evaluated({"completed": {}}, responses, pass_at=[4]).has_answers
+
+
+def test_an_answer_of_that_fails_or_gives_no_text_is_refused(folder):
+    from megarl.config_rewards import RewardConfig
+    from megarl.evaluation.scoring import find_answer_of
+
+    body = "def score(sample):\n    return 1.0\n\n\ndef answer_of(response):\n    "
+    Path("wrong_answers.py").write_text(body + "return 7")
+    Path("late_answers.py").write_text(body + "return None if not response else response[9]")
+    with pytest.raises(ConfigError, match=r"algorithm.reward.x: wrong_answers.answer_of gives 7 for ''"):
+        find_answer_of({"x": RewardConfig(function="wrong_answers:score")})
+    answer_of = find_answer_of({"x": RewardConfig(function="late_answers:score")})
+    with pytest.raises(RunError, match=r"late_answers.answer_of fails on 'short': IndexError"):
+        answer_of("short")
+
+
+@pytest.mark.parametrize(
+    ["reward", "response", "answer"],
+    [
+        ("gsm8k", "#### $1,234.50", "1234.5"),
+        ("gsm8k", "#### -0", "0"),
+        ("gsm8k", "#### 1e99999999", "1E+99999999"),
+        ("gsm8k", "7", None),
+        ("last_integer", "from 12 to 007", "7"),
+        ("last_integer", "it is 3.50", "3.50"),
+        ("last_integer", "none", None),
+        ("math", r"\boxed{x + 1}", "x+1"),
+        ("math", r"\boxed{1} and \boxed{ 0.50 }", "0.5"),
+        ("math", "7", None),
+    ],
+)
+def test_equal_answers_are_the_same_text(reward, response, answer):
+    from megarl.config_rewards import RewardConfig
+    from megarl.evaluation.scoring import find_answer_of
+
+    assert find_answer_of({reward: RewardConfig()})(response) == answer
