@@ -5,7 +5,6 @@ import random
 
 from megarl.algorithms.shaping import is_informative
 from megarl.config import Config
-from megarl.data.stream import PromptStream
 from megarl.errors import RunError
 from megarl.inputs import Inputs
 from megarl.monitor.metrics import sample_metrics
@@ -13,6 +12,7 @@ from megarl.monitor.timing import timed
 from megarl.rewards.scorer import Scorer
 from megarl.rollout.fleet import Fleet
 from megarl.rollout.replay import Replay, round_name
+from megarl.rollout.seeds import group_seeds
 from megarl.sample import Sample
 
 
@@ -25,7 +25,7 @@ class Collector:
         self.inputs = inputs
         self.fleet = fleet
         self.scorer = scorer
-        self.prompts = PromptStream(inputs.prompts, config.seed, inputs.weights)
+        self.prompts = inputs.stream
         self.kept: list[list[Sample]] = []
         self.failed: list[tuple[Sample, str]] = []
         self.num_groups = 0  # of the run: their numbers
@@ -68,8 +68,7 @@ class Collector:
         return {"data": self.prompts.state_dict(), "num_groups": self.num_groups}
 
     def load_state_dict(self, state: dict, kept: list[Sample]) -> None:
-        """Raises ConfigError where the data are others."""
-        self.prompts.load_state_dict(state["data"])
+        """But for the place in the data, where the prompts are already."""
         self.num_groups = state["num_groups"]
         self.kept = groups_of(kept)
 
@@ -84,8 +83,13 @@ class Collector:
     ) -> tuple[list[Sample], dict[str, float]]:
         """(The samples that have a reward, metrics of the rewards' failures and times.)"""
         group_size, version, name = self.config.algorithm.group_size, self.fleet.version, round_name(step, number)
+        prompts, seeds = self.prompts.next(num_prompts), None
+        if self.config.rollout.deterministic:
+            limits = (self.config.rollout.sampling.max_new_tokens, self.inputs.vocab_size)
+            first = self.num_groups * group_size
+            seeds = group_seeds(self.config.seed, step, prompts, group_size, *limits, first_index=first)
         with timed(times, "generate"):
-            samples = self.fleet.generate(name, self.prompts.next(num_prompts), group_size, self.inputs.tokenizer)
+            samples = self.fleet.generate(name, prompts, group_size, self.inputs.tokenizer, seeds=seeds)
         stale = {sample.policy_version for sample in samples} - {(version, version)}
         if stale and self.config.rollout.replay is None:
             raise RunError(f"samples of policy versions {sorted(stale)} where all should be of version {version}")

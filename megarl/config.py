@@ -229,6 +229,11 @@ class RolloutConfig(ServersConfig):
     request_timeout_s: float = Field(600.0, gt=0)
     max_retries: int = Field(3, ge=0, description="of one request, before the run stops")
     max_concurrent_prompts: int = Field(512, ge=1)
+    deterministic: bool = Field(
+        False,
+        description="equal weights, prompts and seed give equal samples: a seed per sample and batch-invariant kernels; "
+        "on GPUs only, slower",
+    )
     save: str | None = Field(None, description="folder that keeps what is generated for each step; null: none")
     replay: str | None = Field(None, description="such a folder to train on again, without servers; null: none")
     logprob_diff_limit: float | None = Field(

@@ -7,6 +7,7 @@ import json
 import os
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from math import gcd
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +21,7 @@ from megarl.engine.hf import FAMILIES
 from megarl.engine.hf.shape import ModelShape
 from megarl.errors import ConfigError
 from megarl.machine import resolve_device, sees_gpu, why_port_unusable
+from megarl.rollout import seeds
 from megarl.rollout.server import CLASSIFIERS
 from megarl.rollout.server_args import check_server_args
 
@@ -257,6 +259,38 @@ def check_server_dtype(config: "Config") -> Iterator[Violation]:
         yield Violation(text, ("model.dtype", "device", "algorithm.name"))
 
 
+def check_deterministic(config: "Config") -> Iterator[Violation]:
+    rollout, key = config.rollout, "rollout.deterministic"
+    if "rollout" not in config.servers:
+        return
+    args = rollout.server_args
+    for name in ("enable_deterministic_inference", "rl_on_policy_target"):
+        if args.get(name):
+            text = f"given {args[name]!r}, but without seeds all samples of a group are the same; set {key}: true"
+            yield Violation(text, (f"rollout.server_args.{name}", key))
+    if not rollout.deterministic:
+        return
+    if resolve_device(config) == "cpu":
+        text = "given true, but SGLang's batch-invariant kernels run on GPUs only; valid with device: cpu: false"
+        yield Violation(text, (key, "device"))
+    backends = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
+    allowed = dict.fromkeys(backends, seeds.ATTENTION_BACKENDS) | {"sampling_backend": ("pytorch",)}
+    for name, choices in allowed.items():
+        if args.get(name, choices[0]) not in choices:
+            text = f"given {args[name]!r}, valid with {key}: {', '.join(choices)}"
+            yield Violation(text, (f"rollout.server_args.{name}", key))
+    chunk = args.get("chunked_prefill_size", -1)
+    if isinstance(chunk, int) and 0 < chunk < seeds.MIN_CHUNK:
+        text = f"given {chunk}, but a longer prompt would wait for ever; valid with {key}: -1, or {seeds.MIN_CHUNK} "
+        yield Violation(text + "and more", ("rollout.server_args.chunked_prefill_size", key))
+    with suppress(ValueError):  # which check_model tells
+        vocab_size, tokens = model_shape(config, config.model.path).vocab_size, rollout.sampling.max_new_tokens
+        if tokens * vocab_size > seeds.MAX_CANDIDATES:
+            text = f"given {tokens}, times a vocabulary of {vocab_size} that is {tokens * vocab_size}, allowed with "
+            text += f"{key}: {seeds.MAX_CANDIDATES}"
+            yield Violation(text, ("rollout.sampling.max_new_tokens", key))
+
+
 def check_server_args_of_all(config: "Config") -> Iterator[Violation]:
     for section, servers in config.servers.items():
         for key, text in check_server_args(servers.server_args):
@@ -277,6 +311,7 @@ CHECKS = (
     check_placement,
     check_checksum,
     check_server_dtype,
+    check_deterministic,
     check_server_args_of_all,
     check_algorithm,
 )

@@ -53,6 +53,8 @@ def explain(schema: type[BaseModel], document: Document, key: str, field: FieldI
     """One line for one of pydantic's violations."""
     if field is None:
         near = nearest_keys(schema, key)
+        if isinstance(value_at(document.tree, key), dict):
+            near = [other for other in near if section_of(field_at(schema, other).annotation)] or near
         document.doubtful.update(near)  # what was meant is not what is there
         return unknown_key(schema, document, key, near)
     if is_missing(detail, key):

@@ -6,7 +6,7 @@ from megarl.data.chat import load_tokenizer
 from megarl.data.dataset import load_prompts
 from megarl.data.responses import load_responses, with_score_token
 from megarl.data.sources import weights_of
-from megarl.data.stream import check_enough, first_rows
+from megarl.data.stream import PromptStream, check_enough, first_rows
 from megarl.engine.hf.shape import ModelShape
 from megarl.rewards.model import RewardTokens
 from megarl.rollout.teacher import check_same_tokens
@@ -24,7 +24,6 @@ class Inputs:
         if config.roles.teacher is not None:
             check_same_tokens(self.tokenizer, config.roles.teacher.path)
         self.prompts = load_prompts(data.train, data, self.tokenizer, self.context_length)
-        self.weights = weights_of(data.train)
         check_enough(self.prompts, algorithm.prompts_per_step, data.train, "prompts after filtering")
         self.validation: list[Prompt] = []
         if data.validation:
@@ -33,6 +32,7 @@ class Inputs:
         self.reward_tokens: RewardTokens | None = None
         if config.roles.reward_model or config.roles.reward_server:
             self.reward_tokens = RewardTokens(config, self.tokenizer, self.prompts)
+        self.stream = PromptStream(self.prompts, config.seed, weights_of(data.train))
         self.warm_start: list[Sample] = []
         if rows := config.warm_start.data:
             self.warm_start = load_responses(rows, data, self.tokenizer, self.context_length, ("response_key",))
@@ -46,8 +46,8 @@ class SupervisedInputs:
         self.context_length = ModelShape.read(config.model.path).max_positions
         self.tokenizer = load_tokenizer(config.model.path, config.data.chat_template)
         self.rows = self._rows(config.data.train)
-        self.weights = weights_of(config.data.train)
         check_enough(self.rows, config.algorithm.prompts_per_step, config.data.train, "rows")
+        self.stream = PromptStream(self.rows, config.seed, weights_of(config.data.train))
         self.validation: list[list[Sample]] = []
         if sources := config.data.validation:
             self.validation = first_rows(self._rows(sources), config.trainer.evaluate_prompts, len(sources))

@@ -15,7 +15,6 @@ from megarl.data import toy
 from megarl.data.dataset import parse_prompt
 from megarl.data.row_errors import raise_if_any, short
 from megarl.data.sources import read_rows
-from megarl.data.stream import PromptStream
 from megarl.errors import ConfigError, RunError
 from megarl.inputs import Inputs
 from megarl.machine import resolve_device
@@ -84,7 +83,7 @@ def log_folder(print_line: Callable[[str], None]) -> Iterator[Path]:
 
 def generate(stack: ExitStack, config: Config, cluster: Cluster, inputs: Inputs, num_prompts: int) -> list[Sample]:
     """`group_size` responses to each of the first prompts of the run, by the weights in model.path."""
-    prompts = PromptStream(inputs.prompts, config.seed, inputs.weights).next(num_prompts)
+    prompts = inputs.stream.next(num_prompts)
     urls = cluster.wait_servers()
     client = RolloutClient.of(
         config.rollout,

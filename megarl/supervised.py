@@ -10,7 +10,6 @@ from megarl.algorithms.preference_losses import PREFERENCE_LOSSES
 from megarl.cluster.cluster import Cluster
 from megarl.cluster.role import RoleGroup
 from megarl.config import Config
-from megarl.data.stream import PromptStream
 from megarl.errors import RunError
 from megarl.inputs import SupervisedInputs
 from megarl.monitor.console import Console
@@ -42,7 +41,7 @@ class SupervisedTrainer:
         self.actor = actor
         self.skipped = skipped
         self.progress = progress
-        self.rows = PromptStream(inputs.rows, config.seed, inputs.weights)
+        self.rows = inputs.stream
         self.validation = sum(inputs.validation, [])
         algorithm = config.algorithm
         self.name, self.pairs = algorithm.name, algorithm.has_pairs
@@ -71,7 +70,6 @@ class SupervisedTrainer:
         trainer = cls(config, inputs, run, console, actor, skipped, progress)
         if resume := progress.resume:
             actor.load(resume.role("actor"), reference=False)
-            trainer.rows.load_state_dict(resume.state["data"])
             skipped.count = resume.state["skipped_updates"]
         return trainer
 

@@ -58,6 +58,8 @@ def train(config: Config, command: list[str], resume: Resume | None = None) -> P
     if config.toy:
         toy.make(config.toy.folder, config.toy.seed)
     inputs = SupervisedInputs(config) if config.algorithm.is_supervised else Inputs(config)
+    if resume:
+        resume.set_place(inputs.stream, print)
     check_recordings(config, is_resumed=resume is not None)
     ignore_warnings()
     with ExitStack() as stack:
@@ -372,7 +374,7 @@ class Trainer:
 
     def load_state(self, resume: Resume) -> None:
         state = resume.state
-        self.collector.load_state_dict(state, resume.kept(self.inputs.prompts))
+        self.collector.load_state_dict(state, resume.kept(self.inputs.stream, self.inputs.prompts))
         self.kl.load_state_dict(state["kl"])
         self.guards.load_state_dict(state["guards"])
         self.skipped.count = state["skipped_updates"]

@@ -29,6 +29,7 @@ class Run:
 
     def __init__(self, folder: Path, *arguments: str, inside: tuple[str, ...] = (), command: str = "train"):
         self.folder = folder
+        self.was_killed = False
         self.tag = uuid.uuid4().hex
         self.shared_memory = shared_memory()
         self.output_path = folder / "output.txt"
@@ -51,10 +52,9 @@ class Run:
         self.process.kill()
         self.process.wait()
         left = wait_until(lambda: not self.descendants(), 30) or self.descendants()
-        for pid in self.descendants():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, 9)
-        if exception == (None, None, None):
+        was_killed = self.was_killed
+        self.kill_all()
+        if exception == (None, None, None) and not was_killed:
             assert left is True, f"processes outlived the run: {left}"
             assert wait_until(lambda: shared_memory() <= self.shared_memory, 10), shared_memory() - self.shared_memory
 
@@ -74,6 +74,13 @@ class Run:
             lambda: self.process.poll() is not None or any(m["step"] >= step for m in steps(path)), timeout_s
         ), self.output
         assert self.process.poll() is None, self.output
+
+    def kill_all(self) -> None:
+        """SIGKILL to all processes of the run, as when a machine fails: none is left to clear up behind the others."""
+        self.was_killed = True
+        for pid in self.descendants():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, 9)
 
     def descendants(self) -> dict[int, str]:
         return tagged_processes(self.tag)
@@ -103,6 +110,13 @@ def steps(run_path: Path) -> list[dict]:
     file = run_path / "metrics.jsonl"
     lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     return [line for line in lines if "reward/mean" in line]
+
+
+def untimed(metrics: Path) -> list[dict]:
+    """The lines of a metrics.jsonl without what two equal runs differ in: times, and what only servers have."""
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    other = ("time/", "perf/", "sync/", "reward/latency")
+    return [{key: value for key, value in line.items() if not key.startswith(other)} for line in lines]
 
 
 def shared_memory() -> set[str]:

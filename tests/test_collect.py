@@ -5,6 +5,7 @@ from scoring import scorer
 
 from megarl.collect import Collector
 from megarl.config import Config
+from megarl.data.stream import PromptStream
 from megarl.errors import RunError
 from megarl.sample import Prompt, Sample, Status
 
@@ -18,7 +19,7 @@ def collector(groups, rewards=None, **algorithm) -> Collector:
     settings = {"prompts_per_step": 3, "group_size": 2, "reward": "completed", "dynamic_sampling": {}} | algorithm
     config = Config.model_validate({"name": "x", "model": {"path": "m"}, "data": {"train": "t"}, "algorithm": settings})
 
-    def generate(name, prompts, group_size, tokenizer):
+    def generate(name, prompts, group_size, tokenizer, seeds):
         fleet.calls += 1
         samples = []
         for group_id, prompt in enumerate(prompts):
@@ -30,7 +31,7 @@ def collector(groups, rewards=None, **algorithm) -> Collector:
 
     fleet = SimpleNamespace(generate=generate, version=0, served=None, calls=0)
     prompts = [Prompt([], [i], metadata={"number": i}) for i in range(1000)]
-    inputs = SimpleNamespace(prompts=prompts, weights=None, tokenizer=None)
+    inputs = SimpleNamespace(stream=PromptStream(prompts, 1), tokenizer=None)
     return Collector(config, inputs, fleet, rewards or scorer(settings["reward"]))
 
 

@@ -265,3 +265,34 @@ def test_servers_on_gpus_take_no_float32(folder):
     assert line.endswith("given float32, but SGLang's kernels take none on GPUs; valid: bfloat16, or device: cpu")
     load("base.yaml", [*on_gpus, "algorithm.name=sft"])
     load("base.yaml", ["model.dtype=float32"])
+
+
+def test_repeatable_samples_need_a_gpu_and_kernels_that_allow_them(folder, monkeypatch):
+    key = "rollout.deterministic"
+    assert "given true, but SGLang's batch-invariant kernels run on GPUs only" in only(refusal(f"{key}=true"))
+    alone = "rollout.server_args={enable_deterministic_inference: true}"
+    assert f"set {key}: true" in only(refusal(alone))
+    monkeypatch.setattr("megarl.config_checks.resolve_device", lambda config: "cuda")
+    args = "{sampling_backend: flashinfer, attention_backend: torch_native, chunked_prefill_size: 512}"
+    found = refusal(f"{key}=true", f"rollout.server_args={args}", "model.dtype=bfloat16")
+    assert len(found) == 3
+    for text in ("valid with rollout.deterministic: pytorch", "fa3, fa4, flashinfer, triton", "given 512, but a longer"):
+        assert sum(text in line for line in found) == 1
+    long = refusal(f"{key}=true", "model.dtype=bfloat16", "rollout.sampling.max_new_tokens=200000")
+    assert any(", allowed with rollout.deterministic: " in line for line in long)
+
+
+def test_what_needs_validations_or_excludes_each_other_is_refused(folder):
+    for given, text in {
+        "trainer.early_stop={}": "without data.validation there are no validations",
+        "checkpoint.keep_best=2": "without data.validation there are no validations",
+        "checkpoint.metric=reward/mean": "it names a metric of a validation",
+        "checkpoint.keep_every=5": "checkpoint.keep_last is null: all checkpoints stay",
+        "checkpoint.roles={actor: false}": "nothing would be saved",
+        "debug.generate_only=true": "it needs a folder in rollout.save",
+    }.items():
+        assert any(text in line for line in refusal(given)), (given, refusal(given))
+    rarely = refusal("checkpoint.keep_best=2", "data.validation=train.jsonl")
+    assert "trainer.evaluate_every is 0: there are validations before and after the run only" in only(rarely)
+    both = refusal("rollout.save=a", "rollout.replay=a")
+    assert "with rollout.replay nothing is generated" in only(both)

@@ -3,7 +3,9 @@
 import json
 
 import pytest
-from end_to_end import ROOT, Run, steps
+from end_to_end import ROOT, Run, steps, untimed
+
+from megarl.checkpoint.folder import checkpoints_of, problems
 
 KEYS = {
     "step", "reward/mean", "reward/std", "kl/ref", "loss/policy", "grad_norm", "entropy", "rollout/logprob_diff_mean",
@@ -11,12 +13,14 @@ KEYS = {
     "reward/errors", "reward/latency_p50_s", "reward/latency_p99_s", "time/generate_s", "time/reward_s", "time/logprob_s", "time/update_s", "time/sync_s", "time/step_s", "perf/tokens_per_s",
 }  # fmt: skip
 NUM_STEPS = 30
+QUICKSTART = str(ROOT / "configs/quickstart.yaml")
+OVERRIDES = (f"trainer.steps={NUM_STEPS}", "trainer.save_every=20", "checkpoint.keep_best=1", "trainer.evaluate_every=30")
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("quickstart")
-    with Run(folder, str(ROOT / "configs/quickstart.yaml"), "name=test", f"trainer.steps={NUM_STEPS}") as run:
+    with Run(folder, QUICKSTART, *OVERRIDES, "name=test", "rollout.save=samples") as run:
         assert run.wait(900) == 0, run.output
         yield run
 
@@ -36,14 +40,17 @@ def test_run_directory_and_metrics_are_complete(run):
     assert {p.name for p in (path / "logs").iterdir()} == {
         *("actor-0.log", "actor-1.log", "server-0.log", "reward.log", "reward-0.log"),
     }
-    assert [p.name for p in (path / "checkpoints").iterdir()] == [f"step_{NUM_STEPS:06d}"]
+    names = sorted(p.name for p in (path / "checkpoints").iterdir())
+    assert names == ["best", "step_000000", "step_000020", "step_000030"]
+    assert (path / "checkpoints/best").resolve().name == "step_000030" and "-> step_000030" in run.output
+    assert all(problems(folder) == [] for folder in checkpoints_of(path))
     env = json.loads((path / "env.json").read_text())
     assert f"step {NUM_STEPS}/{NUM_STEPS}" in run.output and f"are in {path.resolve()}" in run.output
     assert env["seed"] == 1 and env["versions"]["sglang"] and "train" in env["command"]
     for number, metrics in enumerate(steps(path), start=1):
         assert KEYS <= metrics.keys() and metrics["step"] == number and metrics["guards/alarms"] == 0
-    position = json.loads((path / "checkpoints" / f"step_{NUM_STEPS:06d}" / "data.json").read_text())
-    assert position["taken"] == [NUM_STEPS * 16]
+    state = json.loads((path / "checkpoints" / f"step_{NUM_STEPS:06d}" / "state.json").read_text())
+    assert state["step"] == NUM_STEPS and state["data"]["taken"] == [NUM_STEPS * 16]
 
 
 def test_trainer_and_server_agree_at_every_step(run):
@@ -59,6 +66,24 @@ def test_samples_are_of_the_policy_that_the_step_trained(run):
 
 
 def test_a_used_run_directory_is_refused(run):
-    with Run(run.folder, str(ROOT / "configs/quickstart.yaml"), "name=test") as again:
+    with Run(run.folder, QUICKSTART, "name=test") as again:
         assert again.wait(60) == 2
-        assert "runs/test holds an earlier run" in again.output
+        assert "runs/test holds an earlier run; go on with it (--resume auto)" in again.output
+
+
+def test_training_again_on_its_samples_from_a_checkpoint_gives_the_rest_of_the_run_bit_for_bit(run):
+    """Without servers: metrics, optimizer, weights and the state of the loop."""
+    checkpoint, changed = "runs/test/checkpoints/step_000020", ("rollout.replay=samples", "trainer.steps=31")
+    with Run(run.folder, QUICKSTART, *OVERRIDES[1:], "name=again", *changed, "--resume", checkpoint) as refused:
+        assert refused.wait(60) == 2
+        assert "rollout.replay: samples, and null where it was saved" in refused.output, refused.output
+        assert "trainer.steps" not in refused.output  # no rate depends on it
+    arguments = ("name=again", "rollout.replay=samples", "--resume", checkpoint, "--allow-config-change")
+    with Run(run.folder, QUICKSTART, *OVERRIDES, *arguments) as again:
+        assert again.wait(300) == 0, again.output
+        assert f"going on from {checkpoint}, after step 20" in again.output
+    first, second = (untimed(run.folder / "runs" / name / "metrics.jsonl") for name in ("test", "again"))
+    assert len(second) == 11 and second == first[-11:]  # of ten steps and a validation
+    saved = [run.folder / "runs" / name / "checkpoints/step_000030" for name in ("test", "again")]
+    for name in ("actor/__0_0.distcp", "actor/__1_0.distcp", "state.json"):
+        assert (saved[0] / name).read_bytes() == (saved[1] / name).read_bytes(), name

@@ -30,7 +30,7 @@ def trainer(folder, rows, actor=None, metrics=None, **algorithm):
     config = Config.model_validate(settings | {"algorithm": {"prompts_per_step": 4} | algorithm})
     run = SimpleNamespace(log_metrics=metrics.append if metrics is not None else None)
     console = SimpleNamespace(line=lambda text: None)
-    return SupervisedTrainer(config, SupervisedInputs(config), run, console, actor, None)
+    return SupervisedTrainer(config, SupervisedInputs(config), run, console, actor, None, None)
 
 
 def test_the_loss_is_told_its_own_keys(folder):

@@ -6,6 +6,7 @@ import torch
 from scoring import scorer
 
 from megarl.config import Config
+from megarl.data.stream import PromptStream
 from megarl.errors import RunError
 from megarl.monitor.console import Console
 from megarl.sample import Prompt, Sample
@@ -53,7 +54,7 @@ def test_logprobs_that_are_not_finite_skip_the_step_and_its_line_is_still_writte
     settings["algorithm"] = algorithm
     added = []
 
-    def generate(name, prompts, group_size, tokenizer):
+    def generate(name, prompts, group_size, tokenizer, seeds):
         samples = [Sample.from_response(Prompt([], [1]), [2, 3], group_id=0, index=i) for i in range(group_size)]
         for sample in samples:
             sample.rollout_logprobs = torch.tensor([0.0, -1.0, -2.0])
@@ -72,7 +73,7 @@ def test_logprobs_that_are_not_finite_skip_the_step_and_its_line_is_still_writte
     trainer.fleet = SimpleNamespace(generate=generate, push=lambda version: {"sync/canary_diff": 0.0}, restarts=0, version=0)
     trainer.progress = SimpleNamespace(hold=lambda: None, begin_if_due=lambda step: None)
     trainer.run = SimpleNamespace(log_samples=lambda step, samples: None, log_failed=lambda step, failed: None)
-    inputs = SimpleNamespace(prompts=[Prompt([], [1])], weights=None, tokenizer=None)
+    inputs = SimpleNamespace(stream=PromptStream([Prompt([], [1])], 1), tokenizer=None)
     trainer.collector = Collector(trainer.config, inputs, trainer.fleet, scorer(settings["algorithm"]["reward"]))
     trainer.console = SimpleNamespace(loud=lambda text: None)
     metrics = trainer.step(1)

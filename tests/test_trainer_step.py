@@ -8,6 +8,7 @@ import torch
 from scoring import scorer
 
 from megarl.config import Config
+from megarl.data.stream import PromptStream
 from megarl.errors import RunError
 from megarl.sample import Prompt, Sample, Status
 from megarl.trainer import Trainer
@@ -54,7 +55,7 @@ def make(log, roles=None, statuses=(Status.COMPLETED, Status.TRUNCATED) * 2, val
         | (sections or {})
     )
 
-    def generate(name, prompts, group_size, tokenizer):
+    def generate(name, prompts, group_size, tokenizer, seeds):
         samples = []
         for i, status in enumerate(statuses):
             made = Sample.from_response(prompts[i // 2], [2, 3], group_id=i // 2, index=i, status=status)
@@ -86,7 +87,8 @@ def make(log, roles=None, statuses=(Status.COMPLETED, Status.TRUNCATED) * 2, val
 
     run = SimpleNamespace(log_samples=log.note("log_samples", log_samples), log_failed=lambda step, failed: None)
     skipped = SimpleNamespace(add=log.note("skip"), count=0)
-    inputs = SimpleNamespace(prompts=[Prompt([], [1], metadata={"number": i}) for i in range(100)], tokenizer=None, weights=None)
+    prompts = [Prompt([], [1], metadata={"number": i}) for i in range(100)]
+    inputs = SimpleNamespace(stream=PromptStream(prompts, 1), tokenizer=None)
     console = SimpleNamespace(line=log.note("line"), loud=log.note("loud"))
     critic = critic if config.roles.critic else None
     progress = SimpleNamespace(hold=log.note("hold"), begin_if_due=log.note("save"))

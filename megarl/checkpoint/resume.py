@@ -18,10 +18,12 @@ from megarl.sample_file import read_samples
 
 @dataclass(frozen=True)
 class Resume:
-    """A checkpoint that a run goes on from; `in_place`: one of this run directory."""
+    """A checkpoint that a run goes on from; `in_place`: one of this run directory. `may_change`: the data may be others
+    too, and then begin anew."""
 
     folder: Path
     in_place: bool
+    may_change: bool
     state: dict
 
     @property
@@ -39,14 +41,21 @@ class Resume:
     def has_reference(self) -> bool:
         return "reference" in json.loads((self.folder / "actor" / folders.ROLE_FILE).read_text())
 
-    def kept(self, prompts: list[Prompt]) -> list[Sample]:
-        """Samples of groups that are still to be used."""
+    def set_place(self, stream: PromptStream, print_line: Callable[[str], None]) -> None:
+        """Let the stream go on from where it was. ConfigError where its rows, seed or weights are others."""
+        try:
+            stream.load_state_dict(self.state["data"])
+        except ConfigError as error:
+            if not self.may_change:
+                raise ConfigError(f"{error}; --allow-config-change begins with the new ones") from error
+            print_line(f"megarl: changed: {error}: the data begin anew, and groups kept for later steps are dropped")
+
+    def kept(self, stream: PromptStream, prompts: list[Prompt]) -> list[Sample]:
+        """Samples of groups that are still to be used, unless the data have changed."""
+        if stream.state_dict() != self.state["data"]:
+            return []
         by_source = {prompt.metadata["source"]: prompt for prompt in prompts}
         return read_samples(self.folder / folders.KEPT, lambda source, _: by_source[source])
-
-    def check_data(self, stream: PromptStream) -> None:
-        """ConfigError where the stream cannot go on from where it was."""
-        stream.load_state_dict(self.state["data"])
 
     def why_done(self, config: Config) -> str | None:
         """Where there is nothing left to do."""
@@ -75,7 +84,7 @@ def find(config: Config, mode: str, allow_config_change: bool, print_line: Calla
     in_place = folder.resolve().parent == (config.run_path / "checkpoints").resolve()
     if not in_place:
         refuse_used_run(config)
-    found = Resume(folder, in_place, json.loads((folder / folders.STATE).read_text()))
+    found = Resume(folder, in_place, allow_config_change, json.loads((folder / folders.STATE).read_text()))
     differences = config_changes.changes(config, config_changes.read(folder / folders.CONFIG))
     missing = [name for name in config.roles.trained if not found.has_role(name)]
     if "actor" in missing:

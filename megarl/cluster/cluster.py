@@ -23,6 +23,7 @@ from megarl.cluster.waiting import raise_failed, wait_all
 from megarl.cluster.workers import EngineWorker, ServerWorker
 from megarl.config import Config, CriticConfig, ModelConfig
 from megarl.errors import RunError
+from megarl.rollout.seeds import SERVER_ARGS
 
 OBJECT_STORE_BYTES = 2**30  # samples pass through it, weights never do
 STOP_TIMEOUT_S = 15.0
@@ -96,6 +97,7 @@ class Cluster:
         else:
             group, bundle, gpus = self._role_groups(kind)[index], 0, servers.tensor_parallel
             cpus = servers.cpus_per_server
+        repeatable = SERVER_ARGS if section == "rollout" and self.config.rollout.deterministic else {}
         # Ray would SIGKILL a dying worker's children; ours must live to end the server (rollout/launch.py).
         keep_children = {"RAY_kill_child_processes_on_worker_exit": "false"}
         options = self._in_bundle(f"{kind}/{index}", group, bundle, cpus, gpus, keep_children)
@@ -107,7 +109,7 @@ class Cluster:
             device=self.device,
             tensor_parallel=servers.tensor_parallel,
             port=servers.ports[index] if servers.ports else None,
-            server_args={"random_seed": self.config.seed + index} | servers.server_args,
+            server_args={"random_seed": self.config.seed + index} | repeatable | servers.server_args,
             start_timeout_s=servers.start_timeout_s,
             this_machine_only=self.config.cluster.ray_address is None,
             shared_gpus=shared_gpus,

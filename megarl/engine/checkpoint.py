@@ -5,10 +5,10 @@ generation config of the model, so that it can be exported where the model's fol
 """
 
 import json
-import queue
+import math
 import random
 import re
-import shutil
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,21 +24,30 @@ from megatron.core.dist_checkpointing.mapping import (
     apply_factories,
     is_main_replica,
 )
-from megatron.core.dist_checkpointing.strategies import filesystem_async
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import BytesIOWriteData, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
 
 from megarl.checkpoint.folder import ROLE_FILE, FileRecord, file_names, record
 from megarl.engine import optimizer_state, parallel
 from megarl.engine.engine import Engine
-from megarl.engine.offload import HostMemory, Snapshot
-from megarl.errors import RunError
+from megarl.engine.hf.files import HF_FOLDER, copy_small_files
+from megarl.engine.hf.streaming import COMMON_STATE, MEGATRON_FORMAT, StoredTensors
+from megarl.engine.offload import HostMemory
+from megarl.errors import ConfigError, RunError
 
-HF_FOLDER = "hf"
 REFERENCE = "reference."
 # transformer-engine's, empty but for FP8: without it both layer implementations read a checkpoint
 EXTRA_STATE = re.compile(r".*_extra_state\d*")  # a number where one module holds several experts
-SMALL_FILES = ("*.json", "*.model", "*.jinja", "*.txt")  # of an HF folder: all but weights
-DATA_SUFFIX = ".distcp"  # of Megatron's files that hold a rank's tensors
-NAMED_TEMPLATES = "additional_chat_templates"
+DATA_SUFFIX = ".distcp"  # of the files that hold a rank's tensors
 
 
 @dataclass(frozen=True)
@@ -51,7 +60,11 @@ class Contents:
 
 class Writer:
     """Saves one rank's part of an engine, one save at a time: `start` copies it to host memory, a thread writes from
-    there while the engine goes on, `finish` waits for the thread. All ranks of the role do the same."""
+    there while the engine goes on, `finish` waits for the thread. All ranks of the role do the same.
+
+    Files and keys are those of Megatron's torch_dist format. Its own save plans and validates in `start`, which takes
+    minutes where there are thousands of experts, and lets ranks wait for one that failed.
+    """
 
     def __init__(self, engine: Engine, model_path: str | Path):
         """`model_path`: the HF folder that the model was built from."""
@@ -64,72 +77,74 @@ class Writer:
     def start(self, folder: str | Path, contents: Contents) -> int:
         """Begin to write into a folder that is there and empty; returns the bytes of this rank's tensors.
 
-        When this returns the engine may change. Collective.
+        When this returns the engine may change. `finish` tells what is wrong with the folder.
         """
         assert self._writing is None, "the last save was not finished"
-        self.folder, self.contents = Path(folder), contents
         self.engine.require("update" if contents.optimizer else "score")
+        self.folder = Path(folder)
+        self._about = _about(self.engine, contents)
         state = _weights(self.engine) | _more_state(self.engine, contents)
-        num_bytes = self._copy_to_host(state)
-        # Megatron would start a process to gather what the writing threads report: it imports for half a minute.
-        filesystem_async._results_queue = queue.Queue()
-        self._request = dist_checkpointing.save(
-            state, str(folder), async_sharded_save=True, async_strategy="mcore", validate_access_integrity=False
-        )
-        self._writing = self._pool.submit(_write, self._request, self.folder)
-        return num_bytes
+        apply_factories(state)
+        shards = [shard for shard in nested_values(state) if is_main_replica(shard.replica_id)]
+        tensors = [shard for shard in shards if isinstance(shard, ShardedTensor)]
+        self._copy_to_host(tensors)
+        entries = [_entry(shard) for shard in shards]
+        if parallel.is_rank_zero():
+            entries.append((WriteItem(MetadataIndex(COMMON_STATE), WriteItemType.BYTE_IO, BytesIOWriteData(0)), [{}]))
+        self._items = [item for item, _ in entries]
+        file = self.folder / f"__{torch.distributed.get_rank()}_0{DATA_SUFFIX}"
+        self._writing = self._pool.submit(_write, file, entries)
+        return sum(shard.data.nbytes for shard in tensors)
 
     def is_written(self) -> bool:
-        """Whether `finish` would not wait for this rank's files."""
+        """Whether `finish` would not wait for this rank's file."""
         return self._writing is not None and self._writing.done()
 
     def finish(self) -> dict[str, FileRecord]:
         """Wait until all is written; the records of this rank's files, by their names in the folder. Collective.
 
-        Raises RunError on the ranks whose files could not be written; on the others nothing is returned then.
+        Raises RunError on the ranks that could not write; on the others nothing is to be relied on then.
         """
+        assert self._writing is not None, "no save was started"
         writing, self._writing = self._writing, None
         failure = writing.exception()
+        results, records = ([], {}) if failure else writing.result()
+        gathered = _gather_to_rank_zero((self._items, results))
         if parallel.any_rank(failure is not None):
             if failure is not None:
                 raise RunError(f"{self.folder} cannot be written: {failure}") from failure
             return {}
-        for finalize in self._request.finalize_fns:
-            finalize()
-        records, self._request = writing.result(), None
-        if parallel.is_rank_zero():
-            self._describe()
-            others = (name for name in file_names(self.folder) if not name.endswith(DATA_SUFFIX))
-            records |= {name: record(self.folder / name) for name in others}
+        if parallel.is_rank_zero():  # the other ranks wait for nothing below
+            try:
+                records |= self._write_index(*zip(*gathered))
+            except OSError as error:
+                raise RunError(f"{self.folder} cannot be written: {error}") from error
         return records
 
-    def _describe(self) -> None:
-        """megarl.json and hf/."""
+    def _write_index(
+        self, items: Sequence[list[WriteItem]], results: Sequence[list[WriteResult]]
+    ) -> dict[str, FileRecord]:
+        """What there is once: where the tensors of all ranks are, megarl.json and hf/."""
+        _, metadata = create_default_global_save_plan([SavePlan(of_rank) for of_rank in items])
+        _check_whole(metadata)
+        FileSystemWriter(self.folder).finish(metadata, results)
+        name, content = MEGATRON_FORMAT
+        (self.folder / name).write_text(json.dumps(content))
         copy_small_files(self.model_path, self.folder / HF_FOLDER)
-        engine = self.engine
-        about = {"dtype": str(engine.dtype).removeprefix("torch."), "head": engine.head}
-        if engine.head == "value":
-            about["value_head_bias"] = engine.role.value_head_bias
-        if self.contents.optimizer:
-            about |= {"optimizer_steps": self._steps, "layout": parallel.layout()}
-        if self.contents.reference:
-            about["reference"] = str(engine.reference_tensors()[0][1].dtype).removeprefix("torch.")
-        (self.folder / ROLE_FILE).write_text(json.dumps(about) + "\n")
+        if not (self.folder / HF_FOLDER / "config.json").is_file():
+            raise RunError(f"{self.model_path} is there no more: {self.folder} would lack the model's config and tokenizer")
+        (self.folder / ROLE_FILE).write_text(json.dumps(self._about) + "\n")
+        others = (name for name in file_names(self.folder) if not name.endswith(DATA_SUFFIX))
+        return {name: record(self.folder / name) for name in others}
 
-    def _copy_to_host(self, state: dict) -> int:
-        """Put host copies in the place of the tensors that this rank writes."""
-        if self.contents.optimizer:
-            self._steps = optimizer_state.num_steps(self.engine.optimizer)
-        apply_factories(state)
-        shards = [shard for shard in nested_values(state) if isinstance(shard, ShardedTensor)]
-        shards = [shard for shard in shards if is_main_replica(shard.replica_id)]
+    def _copy_to_host(self, shards: list[ShardedTensor]) -> None:
+        """Put host copies in the place of the engine's tensors, in the shape of the whole tensor's dimensions."""
         parts = self._memory.parts([shard.data.nbytes for shard in shards])
         for shard, part in zip(shards, parts):
             copy = part.view(shard.dtype).view(shard.data.shape)
             copy.copy_(shard.data.detach(), non_blocking=True)
-            shard.data = copy
+            shard.data = copy.view((1,) * shard.prepend_axis_num + tuple(copy.shape))
         parallel.synchronize()
-        return sum(shard.data.nbytes for shard in shards)
 
 
 def save(engine: Engine, model_path: str | Path, folder: str | Path, contents: Contents = Contents()) -> None:
@@ -144,13 +159,17 @@ def save(engine: Engine, model_path: str | Path, folder: str | Path, contents: C
 
 
 def load(engine: Engine, folder: str | Path, contents: Contents = Contents()) -> bool:
-    """Load what `save` wrote, whatever the layout then and now. Collective.
+    """Load what `save` wrote, whatever the layout then and now; each rank by itself.
 
     Weights alone: before the engine has an optimizer. With the optimizer: into one that has made no step. Returns
-    whether the random generators go on where they were: not under another layout.
+    whether the random generators go on where they were: not under another layout. Raises ConfigError where the folder
+    is not whole, or does not hold what is asked for.
     """
     folder = Path(folder)
     about = json.loads((folder / ROLE_FILE).read_text())
+    StoredTensors(folder)  # looks for all files
+    if misfits := _misfits(engine, about, contents):
+        raise ConfigError(f"{folder} {', and '.join(misfits)}")
     assert contents.optimizer or engine.optimizer is None, "an optimizer holds its own copy of the weights"
     engine.require("update" if contents.optimizer else "score")
     if contents.optimizer and about["optimizer_steps"]:
@@ -169,13 +188,35 @@ def load(engine: Engine, folder: str | Path, contents: Contents = Contents()) ->
     return same_layout
 
 
-def copy_small_files(source: Path, target: Path) -> None:
-    target.mkdir()
-    for file in (file for pattern in SMALL_FILES for file in source.glob(pattern)):
-        if not file.name.endswith(".index.json"):  # of the old weights' shards
-            shutil.copy2(file, target)
-    if (source / NAMED_TEMPLATES).is_dir():
-        shutil.copytree(source / NAMED_TEMPLATES, target / NAMED_TEMPLATES)
+def _about(engine: Engine, contents: Contents) -> dict:
+    """megarl.json."""
+    about = {"dtype": _name(engine.dtype), "head": engine.head}
+    if engine.head == "value":
+        about["value_head_bias"] = engine.role.value_head_bias
+    if contents.optimizer:
+        about |= {"optimizer_steps": optimizer_state.num_steps(engine.optimizer), "layout": parallel.layout()}
+    if contents.reference:
+        about["reference"] = _name(engine.reference_tensors()[0][1].dtype)
+    return about
+
+
+def _misfits(engine: Engine, about: dict, contents: Contents) -> list[str]:
+    """Why what megarl.json describes cannot be loaded; [] where it can."""
+    found = []
+    head, dtype = about.get("head", "lm"), _name(engine.dtype)
+    if head != engine.head:
+        found.append(f"has a head of the kind {head!r}: {engine.head!r} is needed")
+    if contents.optimizer and "optimizer_steps" not in about:
+        found.append("holds no optimizer state")
+    elif contents.optimizer and about["dtype"] != dtype:
+        found.append(f"was saved in {about['dtype']}: its optimizer state does not fit model.dtype {dtype}")
+    if contents.reference and "reference" not in about:
+        found.append("holds no reference policy")
+    return found
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _weights(engine: Engine) -> dict:
@@ -230,20 +271,42 @@ def _set_generators(states: dict) -> None:
     tensor_parallel.get_cuda_rng_tracker().set_states(states["tensor_parallel"])
 
 
-def _write(request, folder: Path) -> dict[str, FileRecord]:
-    """All files of the rank. Megatron's own loop over them keeps of an error only its type."""
-    if request.async_fn is None:  # this rank has none
-        return {}
-    transforms, _ = request.async_fn.args
-    _, buckets, reports = request.async_fn_args
-    results, records = {}, {}
-    for i, bucket in enumerate(buckets):
-        arguments = {"local_proc_idx": i, "write_bucket": bucket, "results_queue": None, "count_queue": None}
-        write = filesystem_async.FileSystemWriterAsync.write_preloaded_data
-        _, results[i] = write(transforms, use_fsync=True, **arguments)
-        if isinstance(results[i], Exception):
-            raise results[i]
-        name = Path(bucket[0]).name
-        records[name] = record(folder / name)
-    reports.put(results)
-    return records
+def _entry(shard: ShardedTensor | ShardedObject) -> tuple[WriteItem, object]:
+    """(Where it belongs, what is stored there)."""
+    if isinstance(shard, ShardedObject):
+        item = WriteItem(MetadataIndex(shard.unique_key), WriteItemType.BYTE_IO, BytesIOWriteData(0))
+        return item, [shard.data]  # Megatron's load takes it out of a list
+    chunk = ChunkStorageMetadata(torch.Size(shard.global_offset), shard.data.shape)
+    data = TensorWriteData(chunk, TensorProperties(dtype=shard.dtype), torch.Size(shard.global_shape))
+    return WriteItem(MetadataIndex(shard.key, chunk.offsets), WriteItemType.SHARD, tensor_data=data), shard.data
+
+
+def _write(file: Path, entries: list[tuple[WriteItem, object]]) -> tuple[list[WriteResult], dict[str, FileRecord]]:
+    """The file of one rank, if it has anything to write. Raises OSError that gives the reason where it cannot."""
+    if not entries:
+        return [], {}
+    results = []
+    try:
+        with open(file, "wb") as stream:
+            for item, value in entries:
+                start = stream.tell()
+                torch.save(value, stream)
+                size = stream.tell() - start
+                results.append(WriteResult(item.index, size, _StorageInfo(file.name, start, size)))
+        return results, {file.name: record(file)}
+    except RuntimeError as error:  # torch says that its archive is cut short, and not why
+        raise error.__context__ if isinstance(error.__context__, OSError) else error
+
+
+def _check_whole(metadata: Metadata) -> None:
+    for key, tensor in metadata.state_dict_metadata.items():
+        if isinstance(tensor, TensorStorageMetadata):
+            stored = sum(math.prod(chunk.sizes) for chunk in tensor.chunks)
+            assert stored == math.prod(tensor.size), f"{stored} numbers of {key} {list(tensor.size)} are stored"
+
+
+def _gather_to_rank_zero(value: object) -> list | None:
+    """The values of all ranks of the role on its first one; None on the others."""
+    gathered = [None] * torch.distributed.get_world_size() if parallel.is_rank_zero() else None
+    torch.distributed.gather_object(value, gathered)
+    return gathered

@@ -31,7 +31,7 @@ from megarl.engine.hf.shape import ModelShape
 
 
 class Adapter:
-    """What is mixed into a linear layer."""
+    """Mixed into one of Megatron's or transformer-engine's linear layers."""
 
     split: str  # which of the two matrices is split over tensor-parallel ranks
     split_dim: int
@@ -56,7 +56,7 @@ class Adapter:
         return merge(self.weight, self.lora_a.weight, self.lora_b.weight, self.lora_scale)
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
-        """The layer's own method takes what it does not know for whole on every rank."""
+        """The layer's own method takes both matrices for whole on every rank."""
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         name = f"{self.split}.weight"
         tensors = {name: getattr(self, self.split).weight}

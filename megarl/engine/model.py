@@ -168,8 +168,7 @@ def fuse_gradient_accumulation(chunks: list[GPTModel]) -> None:
     """
     for chunk in chunks:
         for module in chunk.modules():
-            is_trained = any(parameter.requires_grad for parameter in module.parameters(recurse=False))
-            if is_trained and hasattr(module, "fuse_wgrad_accumulation"):
+            if hasattr(module, "fuse_wgrad_accumulation"):
                 module.fuse_wgrad_accumulation = True
 
 

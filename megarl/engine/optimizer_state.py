@@ -43,7 +43,9 @@ def num_steps(optimizer: ChainedOptimizer) -> int:
 def make_moments(optimizer: ChainedOptimizer, steps: int) -> None:
     """Have moments, of undefined values, and the count of updates; what master weights there are becomes undefined."""
     for distributed in optimizer.chained_optimizers:
-        distributed._init_optimizer_states_with_dummy_values()
+        distributed._copy_model_grads_to_main_grads()  # Megatron's own way takes memory for them once more
+        distributed.optimizer.step()
+        distributed.optimizer.zero_grad()
         for group in distributed.optimizer.param_groups:
             if "step" in group:
                 group["step"] = steps

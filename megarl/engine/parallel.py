@@ -3,7 +3,9 @@
 import datetime
 import math
 import os
+import random
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
@@ -51,6 +53,8 @@ def initialize(
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     torch.manual_seed(seed)  # the line above leaves torch's own CPU generator alone
+    random.seed(seed)
+    np.random.seed(seed)
 
 
 def shutdown() -> None:

@@ -16,13 +16,14 @@ a Latin letter or what LaTeX builds terms of: `x2`, `COVID-19`, `2^{3}`, `\frac{
 
 import re
 import string
-from decimal import Decimal, InvalidOperation
+from decimal import MAX_EMAX, MIN_EMIN, Context, Decimal, InvalidOperation
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from megarl.sample import Sample
 
 MARKER = "####"
+MOST_ZEROS = 30  # of a number's text
 # full-width forms -> ASCII, minus sign -> hyphen, wide and no-break spaces -> space
 ASCII = {chr(0xFF01 + i): chr(0x21 + i) for i in range(94)}
 ASCII |= {"\uffe1": "£", "\uffe5": "¥", "\u2212": "-", "\u3000": " ", "\xa0": " "}
@@ -55,6 +56,22 @@ def gsm8k(sample: "Sample", *, mode: Literal["strict", "flexible"] = "strict") -
     if mode == "flexible" and MARKER not in response:
         return float(parse_last_number(response) == gold)
     return float(parse_marked_number(response) == gold)
+
+
+def answer_of(response: str, *, mode: Literal["strict", "flexible"] = "strict") -> str | None:
+    """The number that `gsm8k` compares, the same text for equal numbers."""
+    is_marked = mode == "strict" or MARKER in response
+    number = parse_marked_number(response) if is_marked else parse_last_number(response)
+    return None if number is None else number_text(number)
+
+
+def number_text(number: Decimal) -> str:
+    """The same text for equal numbers: 7.00 is 7. It has an exponent only where many zeros would take its place."""
+    if not number:
+        return "0"
+    exact = Context(prec=len(number.as_tuple().digits), Emin=MIN_EMIN, Emax=MAX_EMAX)
+    shortest = number.normalize(exact)
+    return format(shortest, "f" if abs(shortest.adjusted()) <= MOST_ZEROS else "")
 
 
 def parse_marked_number(text: str) -> Decimal | None:

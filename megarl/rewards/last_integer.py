@@ -4,6 +4,8 @@ import re
 from decimal import Decimal, InvalidOperation
 from typing import TYPE_CHECKING
 
+from megarl.rewards.gsm8k import number_text
+
 if TYPE_CHECKING:
     from megarl.sample import Sample
 
@@ -33,3 +35,12 @@ def last_integer(sample: "Sample") -> float:
     last = numbers[-1]
     is_integer = "." not in last and "," not in last
     return float(is_integer and Decimal(last) == gold)
+
+
+def answer_of(response: str) -> str | None:
+    """The last number, in one form where it is an integer."""
+    numbers = NUMBER.findall(response)
+    if not numbers:
+        return None
+    last = numbers[-1]
+    return last if "." in last or "," in last else number_text(Decimal(last))

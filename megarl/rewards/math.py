@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import Field
 
 from megarl.errors import RunError
-from megarl.rewards.gsm8k import MARKER, parse_number
+from megarl.rewards.gsm8k import MARKER, number_text, parse_number
 
 if TYPE_CHECKING:
     from megarl.sample import Sample
@@ -62,6 +62,14 @@ def gold_of(answer: str | None) -> str:
     if not gold.strip():
         raise ValueError(f"the answer {answer[-80:]!r} is empty")
     return gold.strip()
+
+
+def answer_of(response: str) -> str | None:
+    """What the last box holds, without white space; bare decimals as numbers. Terms that are equal but written in other
+    ways (`\\frac12`, `0.5`) are different answers here: telling them takes the process that compares, for each pair."""
+    answer = "".join((last_boxed(response) or "").split())
+    number = parse_number(answer) if DECIMAL.fullmatch(answer) else None
+    return (answer or None) if number is None else number_text(number)
 
 
 def last_boxed(text: str) -> str | None:

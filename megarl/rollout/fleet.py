@@ -82,11 +82,17 @@ class Fleet:
             actor.place("update")  # as it was
 
     def generate(
-        self, name: str, prompts: list[Prompt], group_size: int, tokenizer, temperature: float | None = None
+        self,
+        name: str,
+        prompts: list[Prompt],
+        group_size: int,
+        tokenizer,
+        temperature: float | None = None,
+        seeds: list[list[int]] | None = None,
     ) -> list[Sample]:
         """As the client's; a dead server's requests are made again elsewhere, or by its successor if it was alone.
         `name`: of what is generated, by which rollout.save keeps it."""
-        samples = self.client.generate(prompts, group_size, tokenizer, temperature, while_waiting=self._tend)
+        samples = self.client.generate(prompts, group_size, tokenizer, temperature, self._tend, seeds)
         if self.config.rollout.save is not None:
             Recording(self.config.rollout.save).save(name, samples)
         return samples

@@ -85,7 +85,7 @@ class Replay:
         pass
 
     def generate(
-        self, name: str, prompts: list[Prompt], group_size: int, tokenizer, temperature: float | None = None
+        self, name: str, prompts: list[Prompt], group_size: int, tokenizer, temperature=None, seeds=None
     ) -> list[Sample]:
         return self.recording.load(name, prompts, group_size)
 

@@ -1,8 +1,9 @@
 """SGLang's deterministic inference: a sample is a function of weights, prompt and seed, whatever else the server does.
 
-SGLang 0.5.17 hashes (seed, position, token) to 32 bits and makes Gumbel noise of that. The largest hash becomes infinite
-noise: its token is sampled whatever its probability (sgl-project/sglang#25106), at a vocabulary of 150 k once in 28 k
-tokens. The hash can be inverted, so seeds that would meet this token in their response are passed over here.
+SGLang 0.5.17 hashes (seed, position, token) to 32 bits and makes Gumbel noise of that. The largest hash becomes
+infinite noise: its token is sampled whatever its probability (sgl-project/sglang#25106), at a vocabulary of 152 k once
+in 28 k tokens. The hash can be inverted, so seeds that would meet such a token in their response are passed over here.
+Requests with top_k, and greedy ones, change the draws of those in the same batch: send none meanwhile.
 """
 
 import hashlib

@@ -8,7 +8,6 @@ from pyarrow import parquet
 
 from megarl.config import Config
 from megarl.data import toy
-from megarl.data.stream import PromptStream
 from megarl.errors import ConfigError
 from megarl.inputs import Inputs, SupervisedInputs
 
@@ -32,8 +31,8 @@ def test_sources_are_mixed_by_weight_and_held_out_rows_come_from_each(folder, tm
     paths = [f"{tmp_path}/a.jsonl", f"{tmp_path}/b.parquet"]
     weighted = [{"path": path, "weight": weight} for path, weight in zip(paths, (3.0, 1.0))]
     inputs = Inputs(config(folder, {"train": weighted, "validation": paths}))
-    assert inputs.weights == [3.0, 1.0]
-    taken = PromptStream(inputs.prompts, 1, inputs.weights).next(8)
+    assert inputs.stream.weights == [3.0, 1.0]
+    taken = inputs.stream.next(8)
     assert sorted(prompt.source_index for prompt in taken) == [0] * 6 + [1] * 2
     assert [prompt.answer for prompt in inputs.validation] == ["0", "6", "1"]
     equal = [source | {"weight": 1.0} for source in weighted]

@@ -1,24 +1,29 @@
 """LoRA against adapters put by hand into transformers' model: log-probs, gradients, merged weights, by layout."""
 
 import json
-import re
-from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
-from gradients import full_gradients
 from hf_models import write_hf_model
+from lora_adapters import (
+    LORA,
+    AdaptedModel,
+    adapted_model,
+    adapter_gradients,
+    adapter_parameters,
+    fill,
+    hf_logprobs,
+    whole_adapters,
+)
 from ranks import make_engine, run_ranks
 from safetensors.torch import load_file
 
 from megarl.algorithms.losses import sft_loss
 from megarl.config import CriticConfig, ModelConfig, OptimizerConfig
-from megarl.config_lora import ATTENTION, MATRICES, LoraConfig
+from megarl.config_lora import ATTENTION, MATRICES
 from megarl.sample import Prompt, Sample
 
 VOCAB_SIZE = 101
-LORA = LoraConfig(rank=4, alpha=6.0)
 TP_SP = {"tensor_parallel": 2, "sequence_parallel": True}
 VPP = {"pipeline_parallel": 2, "virtual_pipeline_parallel": 2}
 SEQUENCES = [[5, 6, 7, 8, 9, 3, 90], list(range(100, 60, -1)), [1, 100] * 9, [4, 2]]
@@ -45,100 +50,18 @@ SOAK_CASES = {
 }
 
 
-def put_adapters(model, matrices) -> dict[str, torch.nn.Parameter]:
-    """Hang adapters with values that show every mistake into transformers' linear layers; "LAYER.MATRIX.a" or
-    "LAYER.PROJECTION.b" -> its parameter."""
-    generator = torch.Generator().manual_seed(3)
-
-    def drawn(*shape):
-        return torch.nn.Parameter(0.2 * torch.randn(shape, generator=generator))
-
-    adapters = {}
-    for i, layer in enumerate(model.model.layers):
-        for matrix in matrices:
-            holder = layer.self_attn if matrix in ATTENTION else layer.mlp
-            linears = {name: getattr(holder, name) for name in MATRICES[matrix]}
-            a = adapters[f"{i}.{matrix}.a"] = drawn(LORA.rank, next(iter(linears.values())).in_features)
-            for name, linear in linears.items():
-                b = adapters[f"{i}.{name}.b"] = drawn(linear.out_features, LORA.rank)
-                linear.register_forward_hook(lambda _, x, output, a=a, b=b: output + 6.0 / 4 * (x[0] @ a.T @ b.T))
-    return adapters
-
-
-def hf_logprobs(model, ids: list[int]) -> torch.Tensor:
-    return model(torch.tensor([ids])).logits[0].log_softmax(-1)[torch.arange(len(ids) - 1), ids[1:]]
-
-
 @pytest.fixture(scope="module")
 def references(tmp_path_factory):
-    """model -> (folder, adapters, log-probs of the model without and with them, loss with them, merged weights); the
-    adapters have the gradients of the loss."""
-    from transformers import AutoModelForCausalLM
-
     made = {}
 
-    def get(name):
+    def get(name) -> AdaptedModel:
         if name not in made:
             family, tied, matrices = MODELS[name]
             folder = write_hf_model(tmp_path_factory.mktemp(name), family, tied, VOCAB_SIZE)
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-            without = [hf_logprobs(model, ids).detach() for ids in SEQUENCES]
-            adapters = put_adapters(model, matrices)
-            adapted = [hf_logprobs(model, ids) for ids in SEQUENCES]
-            loss = -torch.cat(adapted).mean()
-            loss.backward()
-            weights = merged(load_file(folder / "model.safetensors"), adapters)
-            made[name] = folder, adapters, without, [x.detach() for x in adapted], loss.item(), weights
+            made[name] = adapted_model(folder, matrices, SEQUENCES)
         return made[name]
 
     return get
-
-
-def merged(weights: dict[str, torch.Tensor], adapters) -> dict[str, torch.Tensor]:
-    for name in weights:
-        if found := re.fullmatch(r"model\.layers\.(\d+)\.\w+\.(\w+_proj)\.weight", name):
-            layer, projection = found.groups()
-            matrix = next(matrix for matrix, projections in MATRICES.items() if projection in projections)
-            weights[name] += 1.5 * (adapters[f"{layer}.{projection}.b"] @ adapters[f"{layer}.{matrix}.a"]).detach()
-    return weights
-
-
-def adapter_parameters(engine):
-    """(place in the model, parameter, its names among the adapters of `put_adapters`)."""
-    from megarl.engine.model import parameters_of
-
-    for chunk in engine.chunks:
-        for key, parameter in parameters_of(chunk, engine.shape):
-            if key.adapted is not None:
-                *_, matrix, kind, _ = key.line.split(".")
-                names = [f"{matrix}.a"] if kind == "lora_a" else [f"{name}.b" for name in MATRICES[matrix]]
-                yield key, parameter, [f"{key.layer}.{name}" for name in names]
-
-
-@torch.no_grad()
-def fill(engine, adapters: dict[str, torch.Tensor]) -> None:
-    from megarl.engine.hf.mapping import to_shard
-    from megarl.engine.model import tensor_parallel_place
-
-    for key, parameter, names in adapter_parameters(engine):
-        tensors = [adapters[name] for name in names]
-        if key.partition_dim >= 0:
-            tensors = [to_shard(engine.shape, key.adapted, tensors, *tensor_parallel_place(key))]
-        parameter.copy_(torch.cat(tensors))
-
-
-def whole_adapters(engine, read):
-    """(name, what `read` gives of an adapter, put together), of this stage."""
-    from megarl.engine import parallel
-    from megarl.engine.hf.mapping import from_shards
-
-    for key, parameter, names in adapter_parameters(engine):
-        shards = [read(parameter)]
-        if key.partition_dim >= 0:
-            shards = from_shards(engine.shape, key.adapted, parallel.tensor_parallel_all_gather(shards[0]))
-        elif len(names) > 1:
-            raise AssertionError(f"{names} are not split")
-        yield from zip(names, shards, strict=True)
 
 
 def copies(engine) -> list[torch.Tensor]:
@@ -161,39 +84,37 @@ def adapt_and_step(rank, folder, adapters, role):
     engine.train_step(SAMPLES, sft_loss, learning_rate=0.0)  # only from the second step on is the reduction overlapped
     before = copies(engine)
     result = engine.train_step(SAMPLES, sft_loss, learning_rate=1e-3)
-    view = SimpleNamespace(runnable=engine.runnable, hf_tensors=partial(whole_adapters, engine))
     parameters = [item for chunk in engine.chunks for item in chunk.named_parameters()]
     trained = {name for name, parameter in parameters if hasattr(parameter, "main_grad")}
     changed = {name for (name, parameter), old in zip(parameters, before) if not torch.equal(parameter, old)}
     assert trained == changed == {name for name, _ in parameters if "lora_" in name}
     num_adapted = sum(parameter.numel() for name, parameter in parameters if "lora_" in name)
     num_moments = sum(state.numel() for state in engine._optimizer_tensors() if state.dim())
-    return start, adapted, weights, result, full_gradients(view), (num_adapted, num_moments)
+    return start, adapted, weights, result, adapter_gradients(engine), (num_adapted, num_moments)
 
 
 @pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.soak) for case in SOAK_CASES)])
 def test_logprobs_gradients_and_merged_weights_equal_adapters_put_into_transformers(references, case):
     model, world_size, role = (CASES | SOAK_CASES)[case]
-    folder, adapters, hf_start, hf_adapted, hf_loss, hf_weights = references(model)
     data_parallel = world_size // (role.get("tensor_parallel", 1) * role.get("pipeline_parallel", 1))
-    values = {name: parameter.detach() for name, parameter in adapters.items()}
-    results = run_ranks(adapt_and_step, world_size, folder, values, role, **role)
+    reference = references(model)
+    results = run_ranks(adapt_and_step, world_size, reference.folder, reference.adapters, role, **role)
     start, adapted, weights, gradients = (
         {name: x for result in results for name, x in result[which].items()} for which in (0, 1, 2, 4)
     )
     for i in range(len(SEQUENCES)):
-        torch.testing.assert_close(torch.tensor(start[i][1:]), hf_start[i], atol=1e-5, rtol=0)
-        torch.testing.assert_close(torch.tensor(adapted[i][1:]), hf_adapted[i], atol=1e-5, rtol=0)
-        assert (hf_start[i] - hf_adapted[i]).abs().max() > 0.01
-    assert weights.keys() == hf_weights.keys()
-    for name, weight in hf_weights.items():
+        torch.testing.assert_close(torch.tensor(start[i][1:]), reference.start[i], atol=1e-5, rtol=0)
+        torch.testing.assert_close(torch.tensor(adapted[i][1:]), reference.logprobs[i], atol=1e-5, rtol=0)
+        assert (reference.start[i] - reference.logprobs[i]).abs().max() > 0.01
+    assert weights.keys() == reference.weights.keys()
+    for name, weight in reference.weights.items():
         torch.testing.assert_close(torch.tensor(weights[name]), weight, atol=1e-6, rtol=0, msg=name)
-    assert sum(result[3].get("loss", 0.0) for result in results) == pytest.approx(hf_loss, rel=1e-5)
-    assert gradients.keys() == adapters.keys()
-    for name, parameter in adapters.items():
-        assert parameter.grad.abs().max() > 1e-5, name
-        torch.testing.assert_close(torch.tensor(gradients[name]), parameter.grad, atol=1e-6, rtol=1e-4, msg=name)
-    norm = torch.sqrt(sum((parameter.grad**2).sum() for parameter in adapters.values())).item()
+    assert sum(result[3].get("loss", 0.0) for result in results) == pytest.approx(reference.loss, rel=1e-5)
+    assert gradients.keys() == reference.gradients.keys()
+    for name, gradient in reference.gradients.items():
+        assert gradient.abs().max() > 1e-5, name
+        torch.testing.assert_close(torch.tensor(gradients[name]), gradient, atol=1e-6, rtol=1e-4, msg=name)
+    norm = torch.sqrt(sum((gradient**2).sum() for gradient in reference.gradients.values())).item()
     assert all(result[3]["grad_norm"] == pytest.approx(norm, rel=1e-5) for result in results)
     num_adapted, num_moments = (sum(result[5][which] for result in results) for which in (0, 1))
     assert num_moments * data_parallel == 2 * num_adapted > 0  # a replica's ranks share them
@@ -205,16 +126,17 @@ def initial_adapters(rank, folder, role):
 
 
 def test_adapters_start_alike_under_every_layout(references):
-    folder, adapters, *_ = references("qwen2")
-    role = TP_SP | {"pipeline_parallel": 2}
-    (whole,) = run_ranks(initial_adapters, 1, folder, {})
-    split = {name: x for rank in run_ranks(initial_adapters, 4, folder, role, **role) for name, x in rank.items()}
-    assert whole.keys() == split.keys() == adapters.keys()
+    reference, role = references("qwen2"), TP_SP | {"pipeline_parallel": 2}
+    (whole,) = run_ranks(initial_adapters, 1, reference.folder, {})
+    ranks = run_ranks(initial_adapters, 4, reference.folder, role, **role)
+    split = {name: matrix for rank in ranks for name, matrix in rank.items()}
+    assert whole.keys() == split.keys() == reference.adapters.keys()
     for name, matrix in whole.items():
         assert (matrix == split[name]).all()
         bound = matrix.shape[1] ** -0.5
         assert not matrix.any() if name.endswith(".b") else 0.9 * bound < abs(matrix).max() <= bound
-    assert len({matrix.tobytes() for name, matrix in whole.items() if name.endswith(".a")}) == len(adapters) * 4 // 11
+    drawn = [matrix.tobytes() for name, matrix in whole.items() if name.endswith(".a")]
+    assert len(set(drawn)) == len(drawn) == 4 * len(MATRICES)
 
 
 def train_a_critic(rank, folder, offload):
@@ -237,7 +159,7 @@ def train_a_critic(rank, folder, offload):
 
 
 def test_a_critic_trains_its_head_beside_adapters_and_moves_to_host_memory(references):
-    folder, *_ = references("llama")
+    folder = references("llama").folder
     stay, moved = (run_ranks(train_a_critic, 2, folder, offload, **TP_SP) for offload in ("none", "all"))
     for (weights, changed, values), (moved_weights, moved_changed, moved_values) in zip(stay, moved):
         assert all((x == y).all() for x, y in zip(weights, moved_weights, strict=True))
@@ -279,10 +201,9 @@ def load_and_go_on(rank, model, folder, role):
 @pytest.fixture(scope="module")
 def saved(references, tmp_path_factory):
     """(role folder, log-probs at the save, of the reference, after one more step)."""
-    model, adapters, *_ = references("qwen2")
-    folder, role = tmp_path_factory.mktemp("run") / "actor", TP_SP | {"pipeline_parallel": 2}
-    values = {name: parameter.detach() for name, parameter in adapters.items()}
-    return folder, *joined(run_ranks(save_and_go_on, 4, model, values, folder, role, **role))
+    model, role = references("qwen2"), TP_SP | {"pipeline_parallel": 2}
+    folder = tmp_path_factory.mktemp("run") / "actor"
+    return folder, *joined(run_ranks(save_and_go_on, 4, model.folder, model.adapters, folder, role, **role))
 
 
 def joined(results) -> list[dict[int, torch.Tensor]]:
@@ -292,45 +213,62 @@ def joined(results) -> list[dict[int, torch.Tensor]]:
 @pytest.mark.parametrize("world_size, role", [(2, VPP), (2, {})], ids=["PP 2 VPP 2", "DP 2"])
 def test_adapters_their_optimizer_and_reference_load_under_another_layout(references, saved, world_size, role):
     folder, *expected = saved
-    model, _, without, *_ = references("qwen2")
-    for before, after in zip(expected, joined(run_ranks(load_and_go_on, world_size, model, folder, role, **role))):
+    model = references("qwen2")
+    loaded = run_ranks(load_and_go_on, world_size, model.folder, folder, role, **role)
+    for before, after in zip(expected, joined(loaded), strict=True):
         assert before.keys() == after.keys() == set(range(len(SEQUENCES)))
         for i in before:
             torch.testing.assert_close(after[i], before[i], atol=2e-5, rtol=0)
     saved_at, reference, later = expected
     for i in reference:
         assert (later[i] - saved_at[i]).abs().max() > 1e-3
-        torch.testing.assert_close(reference[i][1:], without[i], atol=1e-5, rtol=0)
+        torch.testing.assert_close(reference[i][1:], model.start[i], atol=1e-5, rtol=0)
+
+
+def export_peft(folder, model, out, head: str):
+    """Write the adapter folder `out` of a role folder; (stored tensors, the model's shape, adapters by place)."""
+    from megarl.engine.hf.layout import stored_weights
+    from megarl.engine.hf.peft import stored_adapters, write_peft
+    from megarl.engine.hf.shape import ModelShape
+    from megarl.engine.hf.streaming import StoredTensors
+
+    shape, stored = ModelShape.read(model), StoredTensors(folder)
+    listed = stored_adapters(shape, LORA)
+    assert all(weight.fits(stored.sizes[weight.key]) for weight in listed)
+    adapters = {weight.parameter: stored.read(weight.key, weight.index) for weight in listed}
+    weights = [weight for weight in stored_weights(shape, head) if weight.parameter.line == "value_head.weight"]
+    write_peft(out, str(model), LORA, shape, adapters, {"score.weight": stored.read(w.key, w.index) for w in weights})
+    return stored, shape, adapters
+
+
+def with_adapter_folder(model, folder):
+    """A model of transformers as PEFT would have it with the adapters in `folder`, all of which are used."""
+    settings = json.loads((folder / "adapter_config.json").read_text())
+    tensors = load_file(folder / "adapter_model.safetensors")
+    scale = settings["lora_alpha"] / settings["r"]
+    for name, module in model.named_modules():
+        last, prefix = name.rpartition(".")[2], f"base_model.model.{name}"
+        if last in settings["target_modules"]:
+            a, b = (tensors.pop(f"{prefix}.lora_{which}.weight") for which in "AB")
+            module.register_forward_hook(lambda _, x, output, a=a, b=b: output + scale * (x[0] @ a.T @ b.T))
+        elif last in (settings["modules_to_save"] or []):
+            module.load_state_dict({"weight": tensors.pop(f"{prefix}.weight")})
+    assert not tensors and settings["peft_type"] == "LORA"
+    return model, settings
 
 
 def test_peft_and_merged_exports_give_the_engine_s_logprobs_in_transformers(references, saved, tmp_path):
     from transformers import AutoModelForCausalLM
 
-    from megarl.engine.hf.mapping import from_shards
     from megarl.engine.hf.layout import stored_weights
-    from megarl.engine.hf.peft import merge, stored_adapters, write_peft
-    from megarl.engine.hf.shape import ModelShape
-    from megarl.engine.hf.streaming import StoredTensors
+    from megarl.engine.hf.mapping import from_shards
+    from megarl.engine.hf.peft import merge
 
     folder, expected, *_ = saved
-    model, *_ = references("qwen2")
-    shape, stored = ModelShape.read(model), StoredTensors(folder)
-    listed = stored_adapters(shape, LORA)
-    assert all(weight.fits(stored.sizes[weight.key]) for weight in listed)
-    adapters = {weight.parameter: stored.read(weight.key, weight.index) for weight in listed}
-    write_peft(tmp_path, str(model), LORA, shape, adapters, head={})
-    settings = json.loads((tmp_path / "adapter_config.json").read_text())
-    assert settings["base_model_name_or_path"] == str(model)
-    assert (settings["peft_type"], settings["task_type"]) == ("LORA", "CAUSAL_LM")
-    peft = load_file(tmp_path / "adapter_model.safetensors")
-
-    adapted = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    for name, module in adapted.named_modules():
-        if name.rpartition(".")[2] in settings["target_modules"]:
-            a, b = (peft.pop(f"base_model.model.{name}.lora_{which}.weight") for which in "AB")
-            scale = settings["lora_alpha"] / settings["r"]
-            module.register_forward_hook(lambda _, x, output, a=a, b=b: output + scale * (x[0] @ a.T @ b.T))
-    assert not peft
+    model = references("qwen2").folder
+    stored, shape, adapters = export_peft(folder, model, tmp_path, "lm")
+    adapted, settings = with_adapter_folder(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), tmp_path)
+    assert (settings["task_type"], settings["base_model_name_or_path"]) == ("CAUSAL_LM", str(model))
 
     weights = {}
     for weight in stored_weights(shape, "lm"):
@@ -344,3 +282,28 @@ def test_peft_and_merged_exports_give_the_engine_s_logprobs_in_transformers(refe
     for i, ids in enumerate(SEQUENCES):
         for exported in (adapted, merged):
             torch.testing.assert_close(hf_logprobs(exported, ids).detach(), expected[i][1:], atol=1e-5, rtol=0)
+
+
+def save_a_critic(rank, model, adapters, folder):
+    """The value after all but the last token of each sequence."""
+    from megarl.engine import checkpoint
+    from megarl.engine.engine import Engine
+
+    role = CriticConfig(lora=LORA, value_head_std=0.3, value_head_bias=False)
+    engine = Engine(ModelConfig(path=str(model), dtype="float32"), role, "value")
+    fill(engine, adapters)
+    checkpoint.save(engine, model, folder)
+    return [values[-1].item() for _, values in sorted(engine.values(SAMPLES).items())]
+
+
+def test_a_critic_s_peft_export_gives_its_values_in_transformers(references, tmp_path):
+    from transformers import AutoModelForSequenceClassification
+
+    reference, folder = references("llama"), tmp_path / "critic"
+    (values,) = run_ranks(save_a_critic, 1, reference.folder, reference.adapters, folder)
+    export_peft(folder, reference.folder, tmp_path, "value")
+    model = AutoModelForSequenceClassification.from_pretrained(reference.folder, num_labels=1, dtype=torch.float32)
+    model, settings = with_adapter_folder(model, tmp_path)
+    assert settings["task_type"] == "SEQ_CLS"
+    scores = [model(torch.tensor([ids[:-1]])).logits.item() for ids in SEQUENCES]
+    assert scores == pytest.approx(values, abs=1e-5) and max(map(abs, scores)) > 0.1

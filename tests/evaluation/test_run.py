@@ -10,7 +10,8 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
-from end_to_end import ROOT, Run, wait_until
+from end_to_end import Run, run_tool, wait_until
+from hf_models import write_hf_model
 from scoring import samples_with, scorer
 
 from megarl import cli
@@ -19,7 +20,6 @@ from megarl.data import toy
 from megarl.errors import ConfigError, RunError
 from megarl.evaluation import models
 from megarl.evaluation.estimators import metrics_of
-from megarl.evaluation.run import add_arguments
 from megarl.evaluation.settings import read_options
 
 CONFIG = """device: cpu
@@ -69,12 +69,8 @@ def refusal(capsys, *arguments: str) -> list[str]:
     return err.removeprefix("megarl: error: ").splitlines()
 
 
-def options(*arguments: str):
-    import argparse
-
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    return parser.parse_args(arguments)
+def configs_of(*arguments: str):
+    return read_options(cli.parse(["eval", *arguments]))
 
 
 def write_checkpoint(step: int, head: str = "lm", run: str = "runs/small") -> Path:
@@ -141,7 +137,7 @@ def test_a_run_is_evaluated_at_its_best_checkpoint_or_else_its_newest_complete_o
     newest = write_checkpoint(10)
     broken = write_checkpoint(12)
     (broken / "actor/megarl.json").unlink()
-    (model, config), = read_options(options("base.yaml"))[0].items()
+    (model, config), = configs_of("base.yaml")[0].items()
     assert model.role_folder == newest / "actor" and config.model.path == str(newest / "actor/hf")
     assert model.name == "small-step_000010"
     (newest.parent / "best").symlink_to("step_000002")
@@ -163,7 +159,7 @@ def test_a_checkpoint_that_is_cut_or_writes_no_responses_is_refused(folder):
 def test_without_a_config_columns_dtype_and_lengths_are_the_models_and_the_files_own(folder):
     checkpoint = write_checkpoint(1)
     arguments = ["--model", "toy/model", "--model", f"rl={checkpoint}", "--data", "toy/validation.jsonl"]
-    configs, out = read_options(options(*arguments, "--reward", "last_integer", "--max-new-tokens", "16", "seed=3"))
+    configs, out = configs_of(*arguments, "--reward", "last_integer", "--max-new-tokens", "16", "seed=3")
     base, rl = configs.values()
     assert (base.data.prompt_key, base.data.answer_key, base.seed) == ("question", "answer", 3)
     assert (base.model.dtype, rl.model.dtype) == ("float32", "bfloat16")
@@ -174,7 +170,7 @@ def test_without_a_config_columns_dtype_and_lengths_are_the_models_and_the_files
 def test_of_a_supervised_config_only_what_generates_is_taken(folder):
     more = ["algorithm={name: sft}", "roles.actor.gpus_per_node=7", "trainer.steps=3"]
     arguments = ["base.yaml", *more, "--model", "toy/model", "--reward", "last_integer", "--max-new-tokens", "9"]
-    (config,) = read_options(options(*arguments))[0].values()
+    (config,) = configs_of(*arguments)[0].values()
     assert list(config.algorithm.reward) == ["last_integer"] and config.rollout.sampling.max_new_tokens == 9
     assert list(config.servers) == ["rollout"] and config.roles.actor.gpus_per_node == 1
 
@@ -189,7 +185,7 @@ def test_models_get_prompts_by_their_own_template_and_only_those_that_fit_all(fo
     rows = [{"question": text, "answer": "1"} for text in ("How many?", "many " * 230, "How many books?")]
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     arguments = ["--model", "toy/model", "--model", "other", "--data", "rows.jsonl", "--reward", "gsm8k"]
-    configs, _ = read_options(options(*arguments, "--max-new-tokens", "16"))
+    configs, _ = configs_of(*arguments, "--max-new-tokens", "16")
     candidates = [Candidate(model, config) for model, config in configs.items()]
     assert [len(candidate.prompts) for candidate in candidates] == [3, 2]
     notes = share_prompts(candidates, None)
@@ -223,16 +219,14 @@ def majority(chosen: tuple[dict, ...]) -> Fraction:
     return sum((Fraction(sum(share), len(share)) for share in shares), Fraction(0)) / max(len(leaders), 1)
 
 
-def test_the_report_has_the_numbers_that_its_rows_come_to(folder):
+def test_the_report_has_the_numbers_that_its_rows_come_to(folder, capsys):
     arguments = ["--model", "base=toy/model", "--data", "toy/validation.jsonl", "--reward", "letters:vowels"]
     arguments += ["--samples-per-prompt", "4", "--temperature", "1.0", "--pass-at", "1,2,4", "--max-new-tokens", "12"]
-    more = ["--max-prompts", "12", "--out", "out/first", "rollout.server_args={log_level: warning}"]
-    with Run(folder, *arguments, *more, command="eval") as run:
-        assert run.wait(300) == 0, run.output
+    assert cli.main(["eval", *arguments, "--max-prompts", "12", "--out", "out/first", "device=cpu"]) == 0
     out = folder / "out/first"
     assert {path.name for path in out.iterdir()} == {"base.jsonl", "report.csv", "report.html", "report.txt"}
     assert [path.name for path in out.parent.iterdir()] == ["first"]
-    assert (out / "report.txt").read_text() in run.output
+    assert (out / "report.txt").read_text() in capsys.readouterr().out
     rows = [json.loads(line) for line in (out / "base.jsonl").read_text().splitlines()]
     held_out = [json.loads(line) for line in Path("toy/validation.jsonl").read_text().splitlines()[:12]]
     assert [row["source"] for row in rows] == [f"toy/validation.jsonl:{line}" for line in range(1, 13)]
@@ -336,3 +330,72 @@ def test_equal_answers_are_the_same_text(reward, response, answer):
     from megarl.evaluation.scoring import find_answer_of
 
     assert find_answer_of({reward: RewardConfig()})(response) == answer
+
+
+# From the command line to the end
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, toy_folder):
+    """A working directory with a model of random weights, base, and a run of a few supervised steps on it, sft."""
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "toy").symlink_to(toy_folder)
+    write_hf_model(folder / "base", "qwen2", tied=True, vocab_size=448, max_position_embeddings=256)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(toy_folder / "model" / name, folder / "base")
+    data = "{train: toy/warm_start.jsonl, prompt_key: question, max_prompt_tokens: 64}"
+    roles = "{actor: {optimizer: {learning_rate: 6e-3}}}"
+    text = f"device: cpu\nmodel: {{path: base, dtype: float32}}\ndata: {data}\nalgorithm: {{name: sft}}\nroles: {roles}\n"
+    (folder / "sft.yaml").write_text(text)
+    with Run(folder, "sft.yaml", "trainer.steps=80", "algorithm.prompts_per_step=64") as run:
+        assert run.wait(300) == 0, run.output
+    return folder
+
+
+ON_HELD_OUT = ("sft.yaml", "--data", "toy/validation.jsonl", "--reward", "last_integer", "--max-new-tokens", "12")
+
+
+@pytest.mark.soak
+def test_two_models_are_compared_on_the_same_prompts(trained):
+    """The run is exported and served: what it says is what transformers says with its export."""
+    arguments = ["--model", "base", "--model", "sft=runs/sft", "--max-prompts", "32", "--out", "out"]
+    with Run(trained, *ON_HELD_OUT, *arguments, command="eval") as run:
+        assert run.wait(400) == 0, run.output
+    assert {path.name for path in (trained / "out").iterdir()} == {
+        *("base.jsonl", "sft.jsonl", "report.csv", "report.html", "report.txt")
+    }
+    base, sft = ([json.loads(line) for line in open(trained / f"out/{name}.jsonl")] for name in ("base", "sft"))
+    assert [row["messages"] for row in base] == [row["messages"] for row in sft]
+    rewards = [(row["responses"][0]["reward"], other["responses"][0]["reward"]) for row, other in zip(base, sft)]
+    wins, losses = sum(b > a for a, b in rewards), sum(b < a for a, b in rewards)
+    assert wins > 0 and f"({wins} wins, {32 - wins - losses} ties, {losses} losses)" in run.output
+
+    run_tool("convert_ckpt.py", "--to-hf", "runs/sft", "exported", folder=trained)
+    for rows, path in ((base, "base"), (sft, "exported")):
+        texts = [row["responses"][0]["text"] for row in rows]
+        assert len(set(texts)) > 1 and texts == greedy(trained / path, rows)
+
+
+def greedy(path: Path, rows: list[dict]) -> list[str]:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+    texts = []
+    for row in rows:
+        prompt = tokenizer.apply_chat_template(row["messages"], add_generation_prompt=True, return_tensors="pt")
+        prompt = prompt["input_ids"]
+        settings = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": tokenizer.eos_token_id}
+        response = model.generate(prompt, **settings)[0, prompt.shape[1] :]
+        texts.append(tokenizer.decode(response, skip_special_tokens=True))
+    return texts
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("moment", ["export-*", "logs/sft/server-0.log"])
+def test_an_interrupt_leaves_nothing(trained, moment):
+    out = trained / f"interrupted-{moment[:4]}"
+    with Run(trained, *ON_HELD_OUT, "--model", "sft=runs/sft", "--out", out.name, command="eval") as run:
+        assert wait_until(lambda: run.process.poll() or any(trained.glob(f"{out.name}.partial/{moment}")), 120)
+        run.process.send_signal(signal.SIGINT)
+        assert run.wait(60) == 130, run.output
+    assert not any(trained.glob(f"{out.name}*"))

@@ -18,7 +18,7 @@ PACKAGES = ("megarl", "torch", "megatron-core", "transformers", "safetensors")
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """A folder to write into, for the caller to give it the name `out` once it is whole; it is removed where that fails."""
+    """A folder to write into. The caller gives it the name `out` once it is whole; if it does not, it is removed."""
     if os.path.lexists(out):
         raise ConfigError(f"{out} exists already; a conversion never overwrites")
     partial = out.with_name(out.name + PARTIAL)
@@ -38,12 +38,12 @@ def require_room(folder: Path, num_bytes: int) -> None:
         raise RunError(f"{num_bytes / 1e9:.1f} GB of weights, and {folder.parent} has room for {free / 1e9:.1f} GB")
 
 
-def describe(folder: Path, source: Path, dtype: str, weights: dict[str, FileRecord], about: dict) -> str:
+def describe(folder: Path, source: Path, dtype: str, weights: dict[str, FileRecord], step: int | None = None) -> str:
     """Write conversion.json, with the records of the files of weights; returns a line with one digest of them all: that
     of what `sha256sum` says of them in the order of their names."""
     digests = "".join(f"{weights[name]['sha256']}  {name}\n" for name in sorted(weights))
     digest = hashlib.sha256(digests.encode()).hexdigest()
-    about = {"source": str(source.resolve()), **about, "dtype": dtype, "sha256": digest, "weights": weights}
+    about = {"source": str(source.resolve()), "step": step, "dtype": dtype, "sha256": digest, "weights": weights}
     about["versions"] = {name: version(name) for name in PACKAGES}
     (folder / FILE).write_text(json.dumps(about, indent=1) + "\n")
-    return f"SHA-256 of {len(weights)} files of weights: {digest}"
+    return f"SHA-256 of all weights: {digest}"

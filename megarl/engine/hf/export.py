@@ -51,9 +51,9 @@ def export_hf(
             from megarl.engine.hf.verify import compare  # Megatron and transformers take seconds to import
 
             lines.append(compare(source, partial))
-        step = step_of(source.resolve().parent) if NAME.fullmatch(source.resolve().parent.name) else None
-        about = {"role": role, "step": step}
-        lines.append(describe(partial, source, dtype, record_all(partial, plan.filename_to_tensors), about))
+        checkpoint = source.resolve().parent
+        step = step_of(checkpoint) if NAME.fullmatch(checkpoint.name) else None
+        lines.append(describe(partial, source, dtype, record_all(partial, plan.filename_to_tensors), step))
         os.replace(partial, out)
     sync_directory(out.parent)
     return "\n".join(lines)

@@ -24,9 +24,9 @@ def import_hf(
 ) -> str:
     """Write the checkpoint `out` with one role folder, and no optimizer; returns lines about it.
 
-    In `dtype`, or in that of the folder's tensors, the widest one. A folder with a `score.weight` has a value head, with
-    a bias, 0 where the folder has none. One tensor at a time is in memory; `verify` compares with Megatron's model at
-    last, for which it holds all of them, in float32. Raises as `export_hf` does.
+    In `dtype`, or in that of the folder's tensors, the widest one. A folder with a `score.weight` has a value head,
+    with a bias, 0 where the folder has none. One tensor at a time is in memory; `verify` compares with Megatron's model
+    at last, for which it holds all of them, in float32. Raises as `export_hf` does.
     """
     hf_folder, out = Path(hf_folder), Path(out)
     with new_folder(out) as partial:
@@ -35,7 +35,7 @@ def import_hf(
         head = "value" if "score.weight" in tensors else "lm"
         weights = stored_weights(shape, head)
         require_fitting(hf_folder, shape, weights, tensors)
-        dtype = dtype or widest_dtype(tensor.dtype for tensor in tensors.values())
+        dtype = dtype or widest_dtype(tensors)
         require_room(partial, sum(tensor.shape.numel() for tensor in tensors.values()) * getattr(torch, dtype).itemsize)
 
         def read(weight: StoredWeight) -> torch.Tensor:
@@ -54,7 +54,7 @@ def import_hf(
 
             lines.append(compare(folder, hf_folder))
         records = record_all(partial, (name for name in file_names(partial) if name.endswith(".distcp")))
-        lines.append(describe(partial, hf_folder, dtype, records, {"role": role}))
+        lines.append(describe(partial, hf_folder, dtype, records))
         publish(partial, records)
     return "\n".join(lines)
 
@@ -85,9 +85,9 @@ def require_fitting(
         raise ConfigError(f"{folder}: {'; '.join(problems[:10])}{more}")
 
 
-def widest_dtype(dtypes) -> str:
-    """Of safetensors' names: the one that holds them all. Raises ConfigError at one that is no float of 16 or 32 bits."""
-    found = set(dtypes)
-    if unsupported := found - DTYPES.keys():
-        raise ConfigError(f"tensors in {', '.join(sorted(unsupported))} are not supported; supported: {', '.join(DTYPES)}")
+def widest_dtype(tensors: dict[str, TensorInFile]) -> str:
+    """That holds all values. Raises ConfigError where one is no float of 16 or 32 bits."""
+    found = {tensor.dtype for tensor in tensors.values()}
+    if unsupported := sorted(found - DTYPES.keys()):
+        raise ConfigError(f"tensors in {', '.join(unsupported)} are not supported; supported: {', '.join(DTYPES)}")
     return DTYPES[found.pop()] if len(found) == 1 else "float32"

@@ -1,7 +1,8 @@
 """Where a checkpoint keeps each weight of a model: its key, its size and its place among the layers and experts.
 
-The same for every parallel layout and for both layer implementations: the layers of a model are stacked along a first
-dimension, the experts of a layer along a second one, and a norm that transformer-engine fuses has the name it has there.
+The same for every parallel layout and for both layer implementations: the layers of a model are stacked along a
+first dimension, the experts of a layer along a second one, and a norm that transformer-engine fuses has the name that
+it has there.
 """
 
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ import torch
 from megarl.engine.hf import FAMILIES
 from megarl.engine.hf.mapping import _FUSED_NORMS, VALUE_HEAD, VOCABULARY, Parameter, from_shards, padded_vocab_size
 from megarl.engine.hf.shape import ModelShape
+
+FINAL_NORM = "decoder.final_layernorm.weight"
 
 
 @dataclass(frozen=True)
@@ -35,8 +38,8 @@ class StoredWeight:
 
 
 def stored_weights(shape: ModelShape, head: str) -> list[StoredWeight]:
-    """All weights of a model with this head ("lm" or "value"), the embedding first, the head last. A tied output layer is
-    none of its own."""
+    """All weights of a model with this head ("lm" or "value"), from the embedding to the head. A tied output layer is no
+    weight of its own."""
     table = FAMILIES[shape.family].MAPPING | (VALUE_HEAD if head == "value" else {})
     lines = [line for line in table if line != "output_layer.weight" or (head == "lm" and not shape.tied)]
     of_layers = [line for line in lines if "{layer}" in line]
@@ -46,7 +49,8 @@ def stored_weights(shape: ModelShape, head: str) -> list[StoredWeight]:
         for line in of_layers:
             experts = range(shape.num_experts) if "{expert}" in line else [None]
             weights += [_stored(shape, line, layer, expert) for expert in experts]
-    return weights + [_stored(shape, line) for line in sorted(others, reverse=True)]  # the value head's weight, then bias
+    others.sort(key=lambda line: line != FINAL_NORM)
+    return weights + [_stored(shape, line) for line in others]
 
 
 def _stored(shape: ModelShape, line: str, layer: int | None = None, expert: int | None = None) -> StoredWeight:

@@ -20,8 +20,8 @@ VALUE_HEAD_BIAS = "output_layer.bias"
 
 class RoleWeights:
     def __init__(self, folder: Path):
-        """Reads no weights yet. Raises ConfigError where a file is missing, too short or, with a manifest, not as it was
-        written, and where the checkpoint holds another model than its config.json describes."""
+        """Reads no weights yet. Raises ConfigError where a file is missing, too short or, with a manifest, not as it
+        was written, and where the checkpoint holds another model than its config.json describes."""
         self.folder = folder
         if (folder.parent / MANIFEST).is_file():
             verify(folder.parent)
@@ -50,7 +50,7 @@ class RoleWeights:
 
     def _whole(self, weight: StoredWeight) -> torch.Tensor:
         """What is exported of a weight."""
-        if weight.key == VALUE_HEAD_BIAS:  # SGLang's classes for Qwen leave theirs at random values where a folder has none
+        if weight.key == VALUE_HEAD_BIAS:  # without one SGLang's classes for Qwen leave theirs at random values
             return torch.tensor([self.value_head_bias()])
         return self._stored.read(weight.key, weight.index)
 

@@ -1,6 +1,6 @@
 """Weights one at a time: out of a Megatron checkpoint, into one, and into safetensors files.
 
-No more is in memory than the largest tensor twice: as it is stored, and as it is put together.
+A tensor is in memory twice: as it is stored, and as it is put together. Nothing grows with the number of them.
 """
 
 import io
@@ -163,10 +163,13 @@ class _Source:
 
 
 def write_safetensors(
-    folder: Path, tensors: Iterator[tuple[str, torch.Tensor]], shapes: dict[str, torch.Tensor], plan: StateDictSplit
+    folder: Path,
+    tensors: Iterator[tuple[str, torch.Tensor]],
+    shapes: dict[str, torch.Tensor],
+    plan: StateDictSplit,
 ) -> None:
-    """The files of `plan`, and their index where there are several. `shapes`: meta tensors of all `tensors`, in the same
-    order, in the dtype that is written."""
+    """The files of `plan`, and their index where there are several. `shapes`: meta tensors of all `tensors`, in the
+    dtype that is written."""
     waiting = {file: list(names) for file, names in plan.filename_to_tensors.items()}
     with ExitStack() as stack:
         streams = {}

@@ -24,25 +24,22 @@ LENGTHS = (2, 33, 128)
 def compare(role_folder: Path, hf_folder: Path) -> str:
     """A line with the largest difference over a few fixed random sequences. Raises RunError above the bound.
 
-    In float32, with weights rounded to the narrower dtype of the two folders; the line tells what that rounding changes.
-    One model after the other is held whole. No other role may be in this process.
+    In float32, with the weights of both rounded to the narrower dtype of the two folders; the line tells what rounding
+    changes. One model after the other is held whole. No other role may be in this process.
     """
     about = json.loads((role_folder / ROLE_FILE).read_text())
     config = json.loads((hf_folder / "config.json").read_text())
-    tensors = tensors_in(hf_folder)
     sequences = random_sequences(ModelShape.read(role_folder / HF_FOLDER), config.get("pad_token_id"))
+    hf_dtype = widest_dtype(tensors_in(hf_folder))
     head, has_bias = about.get("head", "lm"), about.get("value_head_bias", False)
-    hf_dtype = widest_dtype(tensor.dtype for tensor in tensors.values())
-    exact, ours = megatron_predictions(role_folder, head, has_bias, hf_dtype, sequences)
-    theirs = transformers_predictions(hf_folder, head, about["dtype"], sequences)
-    if head == "value" and SCORE_BIAS in tensors:  # transformers leaves it out
-        theirs += rounded(read_tensor(tensors[SCORE_BIAS], SCORE_BIAS), about["dtype"])
+    our_exact, ours = megatron_predictions(role_folder, head, has_bias, hf_dtype, sequences)
+    their_exact, theirs = transformers_predictions(hf_folder, head, about["dtype"], sequences)
     difference = float((ours - theirs).abs().max())
     what = "scores" if head == "value" else "log-probs"
     text = f"{what} of {len(sequences)} random sequences by transformers and by Megatron, in float32, differ by at most "
     text += f"{difference:.2g}, bound {BOUND:g}"
-    if rounding := float((ours - exact).abs().max()):
-        text += f"; rounding weights to {hf_dtype} moved them by at most {rounding:.2g}"
+    if rounding := float(max((ours - our_exact).abs().max(), (theirs - their_exact).abs().max())):
+        text += f"; rounding the weights moved them by at most {rounding:.2g}"
     if not difference <= BOUND:  # NaN is not
         raise RunError(f"{hf_folder} is not the model of {role_folder}: {text}")
     return text
@@ -86,8 +83,10 @@ def predictions(engine: Engine, sequences: list[list[int]]) -> torch.Tensor:
 
 
 @torch.no_grad()
-def transformers_predictions(hf_folder: Path, head: str, dtype: str, sequences: list[list[int]]) -> torch.Tensor:
-    """The same by transformers, without a score's bias. Raises RunError where tensors have no place or are missing."""
+def transformers_predictions(
+    hf_folder: Path, head: str, dtype: str, sequences: list[list[int]]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same by transformers. Raises RunError where it finds no place for a tensor, or a place without one."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     factory = AutoModelForSequenceClassification if head == "value" else AutoModelForCausalLM
@@ -95,13 +94,20 @@ def transformers_predictions(hf_folder: Path, head: str, dtype: str, sequences: 
     wrong = {key: names for key, names in report.items() if names and set(names) != {SCORE_BIAS}}
     if wrong:
         raise RunError(f"transformers does not load {hf_folder} whole: {wrong}")
-    for parameter in model.parameters():
+    bias = read_tensor(tensors_in(hf_folder).get(SCORE_BIAS), SCORE_BIAS).float()  # it has no place for one
+
+    def predict() -> torch.Tensor:
+        outputs = [model(torch.tensor([ids])).logits[0] for ids in sequences]
+        if head == "value":
+            return torch.cat(outputs) + bias
+        steps = zip(sequences, (logits[:-1].log_softmax(-1) for logits in outputs))
+        return torch.cat([logprobs[torch.arange(len(ids) - 1), ids[1:]] for ids, logprobs in steps])
+
+    model.eval()
+    exact = predict()
+    for parameter in (*model.parameters(), bias):
         parameter.copy_(rounded(parameter, dtype))
-    outputs = [model.eval()(torch.tensor([ids])).logits[0].float() for ids in sequences]
-    if head == "value":
-        return torch.cat(outputs)
-    steps = zip(sequences, (logits[:-1].log_softmax(-1) for logits in outputs))
-    return torch.cat([logprobs[torch.arange(len(ids) - 1), ids[1:]] for ids, logprobs in steps])
+    return exact, predict()
 
 
 def rounded(tensor: torch.Tensor, dtype: str) -> torch.Tensor:
