@@ -11,6 +11,7 @@ from megarl import data_report
 from megarl.config import describe, load
 from megarl.config_checks import refuse_used_run
 from megarl.errors import ConfigError, RunError
+from megarl.evaluation import run as evaluation
 from megarl.machine import resolve_device
 
 
@@ -58,6 +59,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     source.add_argument(
         "--from-model", type=int, metavar="N", help="have model.path answer N prompts; default: those of a step"
     )
+    eval_parser = commands.add_parser("eval", help="answers of models to held-out prompts, counted", allow_abbrev=False)
+    evaluation.add_arguments(eval_parser)
     clean_parser = commands.add_parser("clean", help="remove what dead runs have left", allow_abbrev=False)
     clean_parser.add_argument("run_ids", nargs="*", metavar="RUN_ID", help="only these, see runs/NAME/env.json")
     clean_parser.add_argument("--ray-address", metavar="ADDRESS", help="of a Ray cluster to clean as well")
@@ -113,7 +116,7 @@ def clean(options: argparse.Namespace) -> int:
     return 0
 
 
-COMMANDS = {"clean": clean, "data": data_report.run, "reward": reward}
+COMMANDS = {"clean": clean, "data": data_report.run, "eval": evaluation.run, "reward": reward}
 
 
 def fail(message: object, code: int) -> int:

@@ -12,6 +12,7 @@ from megarl.config_checkpoint import CheckpointConfig, EarlyStopConfig
 from megarl.config_data import DataConfig
 from megarl.config_describe import describe
 from megarl.config_errors import covers, validate
+from megarl.config_evaluation import EvaluationConfig
 from megarl.config_guards import GuardsConfig
 from megarl.config_lora import LoraConfig
 from megarl.config_rewards import RewardsConfig
@@ -304,6 +305,7 @@ class Config(Section):
     rollout: RolloutConfig = RolloutConfig()
     sync: SyncConfig = SyncConfig()
     trainer: TrainerConfig = TrainerConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     guards: GuardsConfig = GuardsConfig()
     cluster: ClusterConfig = ClusterConfig()

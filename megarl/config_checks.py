@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 from megarl.config_algorithm_checks import check_algorithm
 from megarl.config_checkpoint_checks import CHECKPOINT_CHECKS
 from megarl.config_data_checks import DATA_CHECKS
+from megarl.config_evaluation import check_evaluation
 from megarl.config_role_checks import check_role, check_role_model, check_transformer_impl
 from megarl.config_violation import Violation, divisors, listed
 from megarl.engine.hf import FAMILIES
 from megarl.engine.hf.shape import ModelShape
 from megarl.errors import ConfigError
 from megarl.machine import resolve_device, sees_gpu, why_port_unusable
-from megarl.rollout import seeds
 from megarl.rollout.server import CLASSIFIERS
 from megarl.rollout.server_args import check_server_args
 
@@ -270,6 +270,8 @@ def check_deterministic(config: "Config") -> Iterator[Violation]:
             yield Violation(text, (f"rollout.server_args.{name}", key))
     if not rollout.deterministic:
         return
+    from megarl.rollout import seeds  # which loads numpy
+
     if resolve_device(config) == "cpu":
         text = "given true, but SGLang's batch-invariant kernels run on GPUs only; valid with device: cpu: false"
         yield Violation(text, (key, "device"))
@@ -304,6 +306,7 @@ CHECKS = (
     check_model,
     *DATA_CHECKS,
     *CHECKPOINT_CHECKS,
+    check_evaluation,
     check_roles,
     check_optimizer,
     check_sampling,

@@ -35,8 +35,9 @@ def check_evaluation(config: "Config") -> Iterator[Violation]:
         text = f"given {in_yaml(ks)}, allowed: whole numbers >= 1, each of them once"
         yield Violation(text, ("evaluation.pass_at",))
     if max(ks) > number:
-        text = f"given {in_yaml(ks)}, but evaluation.samples_per_prompt is {number}, and pass@k wants k responses or more"
-        yield Violation(f"{text}; valid: up to {number}", ("evaluation.pass_at", "evaluation.samples_per_prompt"))
+        text = f"given {in_yaml(ks)}, but evaluation.samples_per_prompt is {number}, and pass@k needs k responses; "
+        yield Violation(f"{text}valid: up to {number}", ("evaluation.pass_at", "evaluation.samples_per_prompt"))
     if evaluation.temperature == 0 and number > 1:
-        text = f"given {number}, but evaluation.temperature is 0, where all responses to a prompt are the same; valid: 1, "
-        yield Violation(text + "or a temperature > 0", ("evaluation.samples_per_prompt", "evaluation.temperature"))
+        text = f"given {number}, but evaluation.temperature is 0, and greedy responses to a prompt are all the same; "
+        text += "valid: 1, or a temperature > 0"
+        yield Violation(text, ("evaluation.samples_per_prompt", "evaluation.temperature"))

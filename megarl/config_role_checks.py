@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from math import gcd
 from typing import TYPE_CHECKING
 
+from megarl.config_lora import check_lora, check_lora_model
 from megarl.config_violation import Violation, divisors, listed, nearest_multiples
 from megarl.engine.hf.shape import ModelShape
 from megarl.machine import resolve_device
@@ -23,6 +24,7 @@ def check_role(config: "Config", name: str) -> Iterator[Violation]:
     yield from check_context_parallel(config, name)
     if name in config.roles.trained:
         yield from check_recompute(config, name)
+        yield from check_lora(config, name)
 
 
 def check_role_model(config: "Config", name: str, shape: ModelShape) -> Iterator[Violation]:
@@ -32,6 +34,7 @@ def check_role_model(config: "Config", name: str, shape: ModelShape) -> Iterator
     yield from check_experts(config, name, shape)
     if name in config.roles.trained:
         yield from check_recomputed_modules(config, name, shape)
+        yield from check_lora_model(config, name, shape)
 
 
 def check_layout(config: "Config", name: str) -> Iterator[Violation]:

@@ -33,6 +33,7 @@ def _reasons(config: "Config") -> Unread:
         "roles.reward_model": f"{name} has no rewards",
         "roles.reward_server": f"{name} has no rewards",
         "data.answer_key": f"{name} has no rewards",
+        "evaluation": f"{name} generates no responses",
         "trainer.num_logged_samples": f"{name} generates no samples",
         "roles.critic": f"{name} trains no critic",
         "roles.teacher": f"{name} has no teacher",

@@ -1,6 +1,7 @@
 """What a run does on SIGTERM, on SIGUSR1, which is SLURM's warning, and on Ctrl-C."""
 
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -9,6 +10,7 @@ from megarl.config_checkpoint import CheckpointConfig
 from megarl.errors import RunError
 
 NAMES = ("SIGINT", "SIGTERM", "SIGUSR1")
+SAME_S = 1.0  # within it a signal is the one before: a batch script passes on what its processes get as well
 
 
 def ignore_warnings() -> None:
@@ -19,14 +21,17 @@ def ignore_warnings() -> None:
 class Interrupts:
     """Raises KeyboardInterrupt in the main thread for a signal: at once, or where the run can be saved only later, then.
 
-    After a signal of `save_on` there are `deadline_s` seconds to save; RunError when they are over. A second signal, or
-    one that is not to save, raises at once. Use as a context, inside of which no other library sets these handlers.
+    After a signal of `save_on` there are `deadline_s` seconds to save; RunError when they are over. The same signal once
+    more, or one that is not to save, raises at once. Another one to save changes nothing: SLURM sends SIGTERM some time
+    after its warning. Use as a context, inside of which no other library sets these handlers.
     """
 
     def __init__(self, settings: CheckpointConfig):
         self.settings = settings
-        self.received: str | None = None  # the first signal
+        self.received: str | None = None  # the last signal that counted
         self.may_save = True
+        self.waits_for = ""  # what a signal or a save waits for, in words
+        self._times: dict[str, float] = {}  # when signals came first
         self._held = False
         self._before: dict[int, object] = {}
 
@@ -44,31 +49,45 @@ class Interrupts:
             signal.signal(number, handler)
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def held(self, waits_for: str) -> Iterator[None]:
         """Around what cannot be broken off and gone on with."""
-        self.hold()
-        yield
+        self.hold(waits_for)
+        try:
+            yield
+        finally:
+            self._held = False
         self.release()
 
-    def hold(self) -> None:
+    def hold(self, waits_for: str) -> None:
         """From now on the state of the run is between two steps: a signal waits for `release`."""
-        self._held = True
+        self._held, self.waits_for = True, waits_for
 
     def release(self) -> None:
         self._held = False
         if self.received is not None:
             raise KeyboardInterrupt(self.received)
 
+    def start_deadline(self) -> None:
+        """For saving, unless it runs already; it comes again if what it interrupts goes on all the same."""
+        if signal.getitimer(signal.ITIMER_REAL)[0] == 0:
+            signal.setitimer(signal.ITIMER_REAL, self.settings.deadline_s, self.settings.deadline_s)
+
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        name = signal.Signals(number).name
-        again, self.received = self.received is not None, name
-        self.may_save = name in self.settings.save_on and not again
+        name, now = signal.Signals(number).name, time.monotonic()
+        is_first = self.received is None
+        is_same = now - self._times.setdefault(name, now) < SAME_S
+        if name in self.settings.save_on and is_same and self.may_save and not is_first:
+            return
+        self.received = name
+        self.may_save = name in self.settings.save_on and is_first
         if self.may_save:
-            signal.setitimer(signal.ITIMER_REAL, self.settings.deadline_s)
+            self.start_deadline()
         if not (self.may_save and self._held):
             raise KeyboardInterrupt(name)
 
     def _too_late(self, number: int, frame: FrameType | None) -> None:
         self.may_save = False
         within = f"within {self.settings.deadline_s:g} s (checkpoint.deadline_s)"
-        raise RunError(f"{self.received}: no checkpoint was complete {within}; the earlier ones are as they were")
+        why = f"{self.received}: " if self.received else ""
+        text = f"{why}no checkpoint was complete {within}, waiting for {self.waits_for}"
+        raise RunError(f"{text}; the earlier ones are as they were")

@@ -47,11 +47,15 @@ class Progress:
         self.owes_validation = True  # of that step
         self._state: LoopState | None = None
         self._is_best = False
+        self._lacks_score = False  # what is published of the last step
+        for folder in run.set_aside:
+            console.line(f"set aside, as the run goes on from an earlier step: {folder}")
         if resume is not None:
             self.step, self.owes_validation = resume.step, not resume.state["is_validated"]
             self.best.load_state_dict(resume.state["best"])
+            self.saver.reference_was_saved = resume.has_reference()
             if resume.in_place:
-                self.saver.published = self.step
+                self.saver.published, self._lacks_score = self.step, self.owes_validation
 
     @contextmanager
     def following(self, loop: Loop, roles: dict[str, RoleGroup]) -> Iterator[None]:
@@ -62,14 +66,16 @@ class Progress:
         with self.interrupts:
             try:
                 yield
-                with self.interrupts.held():
+                with self.interrupts.held("the last save"):
                     self.saver.settle()
             except KeyboardInterrupt:
                 if self.interrupts.may_save:
                     self._save_interrupted()
                 raise
-            except RunError:
-                if self.interrupts.received is None:
+            except Exception:
+                if self.interrupts.may_save:
+                    self.interrupts.waits_for = "the last save"
+                    self.interrupts.start_deadline()
                     with suppress(RunError):  # those who write may be what failed
                         self.saver.settle()
                 raise
@@ -82,13 +88,13 @@ class Progress:
             if why := self.best.why_stop():
                 self.console.line(f"stopped early after step {self.step}: {why}")
                 return
-            with self.interrupts.held():
+            with self.interrupts.held("a save that is written"):
                 self.saver.poll()
             yield self.step + 1
 
     def hold(self) -> None:
         """The weights are about to change: until `reached` there is no state of the run to save."""
-        self.interrupts.hold()
+        self.interrupts.hold(f"the end of step {self.step + 1}")
 
     def begin_if_due(self, step: int) -> bool:
         """Inside a step, when its weights are there: copy them for a checkpoint that `finish_step` completes."""
@@ -101,27 +107,29 @@ class Progress:
     def reached(self, step: int) -> None:
         """The step is done, and its metrics are logged."""
         trainer = self.config.trainer
-        self.step, self.owes_validation, self._is_best = step, trainer.is_due(step, trainer.evaluate_every), False
+        self.step, self.owes_validation = step, trainer.is_due(step, trainer.evaluate_every)
+        self._is_best, self._lacks_score = False, False
         self._state = self._state_now()
         self.interrupts.release()
 
     def validated(self, metrics: dict[str, float]) -> None:
         """The validation after the last step; {}: there is none in this run."""
-        self.owes_validation = False
+        self.owes_validation, score = False, None
         if metrics:
             if self.best.metric not in metrics:
                 names = ", ".join(sorted(name for name in metrics if name.startswith("validation/")))
                 raise RunError(f"checkpoint.metric: {self.best.metric} is none of this run's: {names}")
             score = metrics[self.best.metric]
             self._is_best = self.best.see(self.step, score)
-            self._state = self._state_now(score)
+        self._state = self._state_now(score)
 
     def finish_step(self) -> None:
         """Commit what was begun in the step, or save it now where it is the best or the last."""
         keeps_best = self.config.checkpoint.keep_best > 0 or self.config.trainer.early_stop is not None
         is_wanted = (self._is_best and keeps_best) or self.best.why_stop()
-        with self.interrupts.held():
-            if is_wanted and not self.saver.is_open and self.saver.published != self.step:
+        is_there = self.saver.published == self.step and not (self._is_best and self._lacks_score)
+        with self.interrupts.held(f"the save of step {self.step}"):
+            if is_wanted and not self.saver.is_open and not is_there:
                 self.saver.begin(self.step, self.loop.hold)
                 self.loop.saved_after_push(self.step)
             if self.saver.is_open:
@@ -135,6 +143,7 @@ class Progress:
     def _save_interrupted(self) -> None:
         """The run as it was after the last whole step."""
         received, step = self.interrupts.received, self._state.step
+        self.interrupts.waits_for = f"the save of step {step}"
         self.console.line(f"{received}: saving the run after step {step}; the signal once more ends it at once")
         if not self.saver.has(step):
             self.loop.give_up()

@@ -18,15 +18,18 @@ NAMES = [field.name for field in dataclasses.fields(Sample) if field.name != "pr
 def write_samples(file: Path, samples: Iterable[Sample]) -> None:
     """All of them or, after a kill, no file of this name."""
     partial = file.with_name(file.name + ".partial")
-    with open(partial, "w", encoding="utf-8") as stream:
+    with open(partial, "w", encoding="utf-8", errors="backslashreplace") as stream:  # a lone surrogate as JSON has it
         stream.writelines(json.dumps(_row(sample), ensure_ascii=False) + "\n" for sample in samples)
     os.replace(partial, file)
 
 
-def read_samples(file: Path, prompt_at: Callable[[str, int], Prompt]) -> list[Sample]:
-    """`prompt_at(source, i)`: the prompt of the i-th sample, which came from `source`.
+def read_samples(
+    file: Path, prompt_at: Callable[[str, int], Prompt | None], same_tokens: bool = True
+) -> list[Sample]:
+    """`prompt_at(source, i)`: the prompt of the i-th sample, which came from `source`; None where there is none.
 
-    Raises RunError naming the line where there is no such prompt or its tokens are others, or the line is broken.
+    Without `same_tokens` a prompt keeps the tokens that it had: a template may put in the day's date.
+    Raises RunError naming the line where its prompt is another or has other tokens, or the line is broken.
     """
     samples = []
     with open(file, encoding="utf-8") as stream:
@@ -39,11 +42,15 @@ def read_samples(file: Path, prompt_at: Callable[[str, int], Prompt]) -> list[Sa
             except (ValueError, KeyError, TypeError) as error:
                 raise RunError(f"{where}: not a sample: {type(error).__name__}: {error}") from error
             prompt = prompt_at(source, i)
-            if prompt.metadata["source"] != source or prompt.token_ids != row["token_ids"][: row["prompt_length"]]:
-                raise RunError(
-                    f"{where}: its prompt is from {source}, but here comes {prompt.metadata['source']}, or its tokens "
-                    f"are others now: data, order or chat template have changed"
-                )
+            if prompt is None or prompt.metadata["source"] != source:
+                place = prompt.metadata["source"] if prompt else "nothing"
+                raise RunError(f"{where}: its prompt is from {source}, but here comes {place}: data have changed")
+            token_ids = row["token_ids"][: row["prompt_length"]]
+            if prompt.token_ids != token_ids and same_tokens:
+                text = f"the prompt from {source} has other tokens now: data or chat template have changed"
+                raise RunError(f"{where}: {text}")
+            if prompt.token_ids != token_ids:
+                prompt = dataclasses.replace(prompt, token_ids=token_ids)
             samples.append(Sample(prompt=prompt, **fields))
     return samples
 

@@ -14,13 +14,15 @@ from megarl.collect import Collector
 from megarl.config import Config, Phase
 from megarl.data import toy
 from megarl.errors import RunError
+from megarl.evaluation.estimators import validation_metrics
+from megarl.evaluation.scoring import evaluate_samples
 from megarl.generate_only import generate_only
 from megarl.inputs import Inputs, SupervisedInputs
 from megarl.interrupt import ignore_warnings
 from megarl.machine import resolve_device
 from megarl.monitor.console import Console
 from megarl.monitor.guards import Alarm, Guards
-from megarl.monitor.metrics import agreement_metrics, part_means, policy_metrics
+from megarl.monitor.metrics import agreement_metrics, policy_metrics
 from megarl.monitor.run_directory import RunDirectory
 from megarl.monitor.skipped import SkippedUpdates, nonfinite_fields
 from megarl.monitor.timing import timed
@@ -31,6 +33,7 @@ from megarl.rewards.scorer import Scorer
 from megarl.rewards.self_test import why_constant
 from megarl.rollout.fleet import Fleet
 from megarl.rollout.replay import Recording, Replay, check_recordings, validation_name
+from megarl.rollout.seeds import group_seeds
 from megarl.rollout.teacher import Teacher
 from megarl.sample import Sample
 from megarl.supervised import SupervisedTrainer
@@ -60,11 +63,13 @@ def train(config: Config, command: list[str], resume: Resume | None = None) -> P
     inputs = SupervisedInputs(config) if config.algorithm.is_supervised else Inputs(config)
     if resume:
         resume.set_place(inputs.stream, print)
-    check_recordings(config, is_resumed=resume is not None)
+    check_recordings(config, resume)
     ignore_warnings()
     with ExitStack() as stack:
         console = stack.enter_context(Console())
         run = stack.enter_context(RunDirectory(config, command, device, resume))
+        if resume and resume.in_place and config.rollout.save:
+            Recording(config.rollout.save).forget_after(resume.step)
         if config.debug.generate_only:
             console.line(f"megarl: run directory {run.path}, device {device}, nothing is trained")
             generate_only(stack, config, inputs, run, console, device)
@@ -343,21 +348,27 @@ class Trainer:
         self.progress.finish_step()
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """Mean reward of greedy responses to the held-out prompts; parts are summed up as they are. {} where there are
-        none."""
-        if not self.inputs.validation or not self.config.algorithm.reward:
+        """Responses to the held-out prompts and their rewards, parts summed up as they are, as `megarl eval` has them; {}
+        where there are none."""
+        prompts, evaluation = self.inputs.validation, self.config.evaluation
+        if not prompts or not self.config.algorithm.reward:
             return {}
         self.place("generate", {})
-        name, prompts = validation_name(step), self.inputs.validation
-        samples = self.fleet.generate(name, prompts, 1, self.inputs.tokenizer, temperature=0.0)
-        scored = self.scorer.score(samples, normalize=False)
-        if not scored.samples:
+        number, temperature, limit = evaluation.samples_per_prompt, evaluation.temperature, evaluation.max_new_tokens
+        seeds = None
+        if self.config.rollout.deterministic and temperature > 0:
+            limits = (limit or self.config.rollout.sampling.max_new_tokens, self.inputs.vocab_size)
+            seeds = group_seeds(self.config.seed, step, prompts, number, *limits)
+        name, tokenizer = validation_name(step), self.inputs.tokenizer
+        samples = self.fleet.generate(name, prompts, number, tokenizer, temperature, seeds, limit)
+        result = evaluate_samples(name, samples, self.scorer, self.config)
+        values = validation_metrics(result, evaluation.pass_at, evaluation.correct_above)
+        if "reward_mean" not in values:
             raise RunError(f"validation after step {step}: no sample has a reward (rewards.on_error)")
-        num_prompts = len(scored.samples)
-        mean = sum(sample.reward for sample in scored.samples) / num_prompts
-        metrics = {"step": step, "validation/reward_mean": mean, "validation/num_prompts": num_prompts}
-        metrics |= {f"validation/{name}": value for name, value in part_means(scored.samples).items()}
-        self.run.log_metrics(metrics | {"validation/reward_errors": len(scored.failures)})
+        metrics = {"step": step, "validation/num_prompts": len(prompts)}
+        metrics |= {f"validation/{name}": value for name, value in values.items()}
+        self.run.log_metrics(metrics)
+        mean, num_prompts = values["reward_mean"], len(prompts)
         self.guard(self.guards.check(metrics))
         self.console.line(f"validation after step {step}: mean reward {mean:.3f} on {num_prompts} held-out prompts")
         return metrics
@@ -374,7 +385,7 @@ class Trainer:
 
     def load_state(self, resume: Resume) -> None:
         state = resume.state
-        self.collector.load_state_dict(state, resume.kept(self.inputs.stream, self.inputs.prompts))
+        self.collector.load_state_dict(state, resume.kept(self.inputs.stream, self.inputs.prompts, self.console.line))
         self.kl.load_state_dict(state["kl"])
         self.guards.load_state_dict(state["guards"])
         self.skipped.count = state["skipped_updates"]

@@ -5,8 +5,8 @@
     tools/convert_ckpt.py --from-hf HF_FOLDER OUT [--role critic] [--dtype bfloat16] [--verify]
 
 A reward model or critic becomes a sequence classifier with one label. transformers' AutoModelForSequenceClassification
-gives its scores where the role has value_head_bias: false, as it has no bias. OUT holds conversion.json: where it is from,
-in which dtype, and the digest of each file of weights.
+gives its scores where the role has value_head_bias: false, as it has no bias. OUT holds conversion.json: where it is
+from, in which dtype, and the digest of each file of weights.
 """
 
 import argparse

@@ -48,9 +48,9 @@ class BestValidation:
         return f"{self.metric} has not become better in {self.num_worse} validations (trainer.early_stop): {best}"
 
     def state_dict(self) -> dict:
-        return {key: value for key, value in asdict(self).items() if key in ("metric", "value", "step", "num_worse")}
+        return {key: value for key, value in asdict(self).items() if key not in ("min_delta", "patience")}
 
     def load_state_dict(self, state: dict) -> None:
-        """Nothing where another metric was followed."""
-        if state["metric"] == self.metric:
+        """Nothing where another metric was followed, or to the other side."""
+        if (state["metric"], state["mode"]) == (self.metric, self.mode):
             self.value, self.step, self.num_worse = state["value"], state["step"], state["num_worse"]

@@ -5,12 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic_core import to_jsonable_python
 
-from megarl.config import Config, RoleConfig
-from megarl.config_errors import covers
+from megarl.config import Config, LayoutConfig, ServersConfig
+from megarl.config_errors import covers, field_at, mapping_around, value_at
 from megarl.config_file import Loader
 from megarl.config_violation import in_yaml
 
+TRAINED_ROLE = ("overlap_grad_reduce", "recompute", "recompute_modules", "offload")  # besides its layout
 # Keys and sections that change nothing but where, how fast and how watched it is learnt, up to rounding.
 FREE = (
     "name",
@@ -29,11 +31,13 @@ FREE = (
     "data.validation",
     *(f"trainer.{key}" for key in ("evaluate_every", "evaluate_prompts", "early_stop", "save_every")),
     *(f"trainer.{key}" for key in ("max_skipped_updates", "num_logged_samples")),
-    *(f"rollout.{key}" for key in ("servers", "tensor_parallel", "ports", "cpus_per_server", "server_args")),
-    *(f"rollout.{key}" for key in ("start_timeout_s", "max_restarts", "request_timeout_s", "max_retries")),
+    *(f"roles.{role}.{key}" for role in ("actor", "critic", "reward_model") for key in LayoutConfig.model_fields),
+    *(f"roles.{role}.{key}" for role in ("actor", "critic") for key in TRAINED_ROLE),
+    *(f"roles.{role}.{key}" for role in ("teacher", "reward_server") for key in ServersConfig.model_fields),
+    *(f"rollout.{key}" for key in ServersConfig.model_fields),
+    *(f"rollout.{key}" for key in ("max_restarts", "request_timeout_s", "max_retries")),
     *(f"rollout.{key}" for key in ("max_concurrent_prompts", "logprob_diff_limit", "save")),
 )
-LAYOUT = tuple(key for key in RoleConfig.model_fields if key not in ("optimizer", "lora"))
 
 
 def changes(config: Config, saved: dict) -> list[str]:
@@ -41,15 +45,14 @@ def changes(config: Config, saved: dict) -> list[str]:
 
     A key that the earlier one does not have was then as the schema has it now.
     """
-    now = config.model_dump(mode="json")
     required = {"name": config.name, "model": config.model, "data": {"train": config.data.train}}
     usual = Config(**required, algorithm={"name": config.algorithm.name}).model_dump(mode="json")
-    free = [*FREE, *(f"roles.{role}.{key}" for role in config.roles.megatron for key in LAYOUT)]
+    free = list(FREE)
     if all(role.optimizer.schedule == "constant" for role in config.roles.trained.values()):
         free.append("trainer.steps")
     return [
         f"{key}: {in_yaml(value)}, and {in_yaml(before)} where it was saved"
-        for key, value, before in _differing(now, saved, usual)
+        for key, value, before in _differing(config.model_dump(mode="json"), saved, usual)
         if not covers(free, key)
     ]
 
@@ -60,11 +63,22 @@ def read(file: Path) -> dict:
 
 
 def _differing(now: dict, saved: dict, usual: dict, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """(dotted key, its value now, its value before)."""
+    """(dotted key, its value now, its value before). `usual`: the whole tree of what keys are where nobody gives them."""
     for name in dict.fromkeys([*now, *saved]):
-        value, before = now.get(name), saved.get(name, usual.get(name))
+        key = prefix + name
+        value, before = now.get(name), saved[name] if name in saved else _usual(usual, key)
         if isinstance(value, dict) and isinstance(before, dict):
-            below = usual.get(name)
-            yield from _differing(value, before, below if isinstance(below, dict) else {}, f"{prefix}{name}.")
+            yield from _differing(value, before, usual, f"{key}.")
         elif value != before:
-            yield prefix + name, value, before
+            yield key, value, before
+
+
+def _usual(usual: dict, key: str) -> Any:
+    """None for what a mapping holds, such as a reward: it was not there."""
+    if mapping_around(Config, key) is not None:
+        return None
+    try:
+        return value_at(usual, key)
+    except (KeyError, TypeError):  # of a section that is null where nobody gives it, or no key any more
+        field = field_at(Config, key)
+        return to_jsonable_python(field.get_default(call_default_factory=True)) if field else None

@@ -11,7 +11,7 @@ from megarl.checkpoint.best import BestValidation
 from megarl.config import Config
 from megarl.config_checks import refuse_used_run
 from megarl.data.stream import PromptStream
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, RunError
 from megarl.sample import Prompt, Sample
 from megarl.sample_file import read_samples
 
@@ -50,15 +50,23 @@ class Resume:
                 raise ConfigError(f"{error}; --allow-config-change begins with the new ones") from error
             print_line(f"megarl: changed: {error}: the data begin anew, and groups kept for later steps are dropped")
 
-    def kept(self, stream: PromptStream, prompts: list[Prompt]) -> list[Sample]:
+    def kept(self, stream: PromptStream, prompts: list[Prompt], print_line: Callable[[str], None]) -> list[Sample]:
         """Samples of groups that are still to be used, unless the data have changed."""
         if stream.state_dict() != self.state["data"]:
             return []
         by_source = {prompt.metadata["source"]: prompt for prompt in prompts}
-        return read_samples(self.folder / folders.KEPT, lambda source, _: by_source[source])
+        try:
+            return read_samples(self.folder / folders.KEPT, lambda source, _: by_source.get(source), same_tokens=False)
+        except RunError as error:  # the same rows in another file, or in other lines of it
+            if not self.may_change:
+                raise RunError(f"{error}; --allow-config-change goes on without groups kept for later steps") from error
+            print_line(f"megarl: changed: {error}: groups kept for later steps are dropped")
+            return []
 
     def why_done(self, config: Config) -> str | None:
         """Where there is nothing left to do."""
+        if not self.state["is_validated"]:
+            return None
         if self.step >= config.trainer.steps:
             return f"all {config.trainer.steps} steps are done (trainer.steps)"
         best = BestValidation.of(config)
@@ -81,7 +89,13 @@ def find(config: Config, mode: str, allow_config_change: bool, print_line: Calla
             return None
     else:
         folder = _given(Path(mode))
-    in_place = folder.resolve().parent == (config.run_path / "checkpoints").resolve()
+    if config.debug.generate_only:
+        raise ConfigError(f"--resume: debug.generate_only trains nothing that could go on from {folder}; valid: never")
+    if not (folder / folders.STATE).is_file() or not (folder / folders.CONFIG).is_file():
+        text = f"no {folders.STATE} and {folders.CONFIG}: it is a model, and not the state of a run"
+        raise ConfigError(f"--resume: {folder} has {text}")
+    is_named = folders.NAME.fullmatch(folder.name) is not None  # and not set aside
+    in_place = is_named and folder.resolve().parent == (config.run_path / "checkpoints").resolve()
     if not in_place:
         refuse_used_run(config)
     found = Resume(folder, in_place, allow_config_change, json.loads((folder / folders.STATE).read_text()))
@@ -122,6 +136,8 @@ def _given(path: Path) -> Path:
             raise ConfigError(f"--resume: {path} has no complete checkpoint{reasons}")
         return folder
     path = path.resolve() if path.is_symlink() else path  # best
+    if path.name.endswith((folders.PARTIAL, folders.REMOVED)):
+        raise ConfigError(f"--resume: {path} was not finished, or was being removed")
     if not folders.NAME.fullmatch(path.name) and not (path / folders.MANIFEST).is_file():
         raise ConfigError(f"--resume: {path} is neither a checkpoint nor a run directory")
     folders.verify(path)

@@ -1,6 +1,7 @@
 """Saving the state of a run: begun when a step has changed the weights, published when all of it is on disk."""
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -50,6 +51,7 @@ class Saver:
         self.roles: dict[str, RoleGroup] = {}
         self.save: Save | None = None
         self.published: int | None = None  # step of the newest
+        self.reference_was_saved = False  # in the checkpoint that the run goes on from
 
     def use(self, roles: dict[str, RoleGroup]) -> None:
         """Those that are trained; checkpoint.roles says which of them are saved."""
@@ -73,13 +75,12 @@ class Saver:
         shutil.rmtree(partial, ignore_errors=True)
         self.save = Save(step, partial)
         with self._telling_of_failure():
-            num_bytes = 0
+            num_bytes, free = 0, shutil.disk_usage(partial.parent).free  # before they write
             for name, role in self.roles.items():
                 (partial / name).mkdir(parents=True)
                 hold(role)
                 reference = name == "actor" and self._keeps_reference
                 num_bytes += role.start_save(str((partial / name).resolve()), reference)
-            free = shutil.disk_usage(partial).free
             if num_bytes > free:
                 raise RunError(f"{num_bytes / 1e9:.1f} GB are to be written, and {free / 1e9:.1f} GB are free")
 
@@ -88,7 +89,7 @@ class Saver:
         """Whether the reference is another than the model folder's."""
         reference = self.config.roles.reference
         is_supervised = self.config.algorithm.is_supervised
-        moved = bool(self.config.warm_start.data) or reference.refresh_every > 0
+        moved = bool(self.config.warm_start.data) or reference.refresh_every > 0 or self.reference_was_saved
         return reference.enabled and moved and not is_supervised
 
     def commit(self, state: LoopState) -> None:
@@ -143,7 +144,10 @@ class Saver:
         published = folders.publish(save.folder, records)
         self.save, self.published = None, save.step
         self.console.line(f"checkpoint {published}")
-        retain(self.config, self.run.path, self.console)
+        try:
+            retain(self.config, self.run.path, self.console)
+        except OSError as error:
+            self.console.line(f"warning: not all is kept and removed as `checkpoint` in the config says: {error}")
 
     @contextmanager
     def _telling_of_failure(self):
@@ -152,16 +156,14 @@ class Saver:
         try:
             yield
         except (OSError, RunError) as error:
-            last = next(iter(folders.checkpoints_of(self.run.path)), None)
-            good = f"the last good checkpoint is {last}, untouched" if last else "there is no earlier checkpoint"
-            raise RunError(f"step {step} was not saved: {error}; {good}") from error
+            raise RunError(f"step {step} was not saved: {error}; {folders.last_good(self.run.path)}") from error
 
 
 def retain(config: Config, run_path: Path, console: Console) -> None:
     """Point to the best checkpoint, and remove those that no key of the config keeps."""
     settings = config.checkpoint
     found = folders.checkpoints_of(run_path)
-    best = best_of(config, found)
+    best = best_of(config, found, console)
     point_to_best(run_path, best[0] if best else None)
     if settings.keep_last is None:
         return
@@ -173,15 +175,21 @@ def retain(config: Config, run_path: Path, console: Console) -> None:
             folders.remove(folder)
 
 
-def best_of(config: Config, found: list[Path]) -> list[Path]:
+def best_of(config: Config, found: list[Path], console: Console) -> list[Path]:
     """The checkpoints of the best validations, the best first; of equal ones the older."""
     num_best = max(config.checkpoint.keep_best, int(config.trainer.early_stop is not None))
-    sign = -1 if metric_of(config)[1] == "max" else 1
+    metric, mode = metric_of(config)
     scored = []
     for folder in found:
-        score = json.loads((folder / folders.STATE).read_text())["score"]
-        if score is not None and score == score:
-            scored.append((sign * score, folders.step_of(folder), folder))
+        try:
+            state = json.loads((folder / folders.STATE).read_text())
+            score = state["score"] if state["best"]["metric"] == metric else None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            why = f"{type(error).__name__}: {error}"
+            console.line(f"warning: how good {folder} is cannot be read from {folders.STATE}: {why}")
+            continue
+        if score is not None and not math.isnan(score):
+            scored.append((-score if mode == "max" else score, folders.step_of(folder), folder))
     return [folder for _, _, folder in sorted(scored)[:num_best]]
 
 

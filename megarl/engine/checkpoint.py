@@ -24,6 +24,7 @@ from megatron.core.dist_checkpointing.mapping import (
     apply_factories,
     is_main_replica,
 )
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -163,7 +164,7 @@ def load(engine: Engine, folder: str | Path, contents: Contents = Contents()) ->
 
     Weights alone: before the engine has an optimizer. With the optimizer: into one that has made no step. Returns
     whether the random generators go on where they were: not under another layout. Raises ConfigError where the folder
-    is not whole, or does not hold what is asked for.
+    is not whole, or does not hold what is asked for, RunError where it cannot be read.
     """
     folder = Path(folder)
     about = json.loads((folder / ROLE_FILE).read_text())
@@ -178,7 +179,11 @@ def load(engine: Engine, folder: str | Path, contents: Contents = Contents()) ->
         engine.reserve_reference(getattr(torch, about["reference"]))
     same_layout = contents.optimizer and about["layout"] == parallel.layout()
     state = _weights(engine) | _more_state(engine, contents, with_generators=same_layout)
-    loaded = dist_checkpointing.load(state, str(folder), validate_access_integrity=False)
+    try:
+        loaded = dist_checkpointing.load(state, str(folder), validate_access_integrity=False)
+    except CheckpointException as error:  # a BaseException: it would end the process
+        ((failure, _),) = error.failures.values()
+        raise RunError(f"{folder} cannot be loaded: {failure}") from failure
     for name, chunk in zip(_chunk_names(engine), engine.chunks):
         missing, unexpected = chunk.load_state_dict(loaded[name], strict=False)
         missing = [key for key in missing if not EXTRA_STATE.fullmatch(key)]

@@ -11,6 +11,7 @@ from pathlib import Path
 from megarl.cluster.cluster import Cluster
 from megarl.cluster.placement import REWARD_SERVER, SERVER
 from megarl.config import Config
+from megarl.config_rewards import RewardsConfig
 from megarl.data import toy
 from megarl.data.chat import blamed_on, load_tokenizer
 from megarl.data.dataset import load_prompts
@@ -30,6 +31,7 @@ from megarl.machine import resolve_device
 from megarl.rewards.model import RewardModel, RewardTokens
 from megarl.rewards.scorer import Scorer
 from megarl.rollout.client import RolloutClient
+from megarl.rollout.seeds import group_seeds
 from megarl.sample import Prompt, Sample
 
 PrintLine = Callable[[str], None]
@@ -41,10 +43,10 @@ class Candidate:
     def __init__(self, model: Model, config: Config):
         self.model = model
         self.config = config
-        self.context_length = ModelShape.read(config.model.path).max_positions
+        self.shape = ModelShape.read(config.model.path)
         with blamed_on(f"--model {model.name}={model.place}"):
             self.tokenizer = load_tokenizer(config.model.path, config.data.chat_template)
-        self.prompts = load_prompts(config.data.validation, config.data, self.tokenizer, self.context_length)
+        self.prompts = load_prompts(config.data.validation, config.data, self.tokenizer, self.shape.max_positions)
         self.reward_tokens: RewardTokens | None = None
 
     def read_reward_model(self) -> None:
@@ -91,7 +93,7 @@ def share_prompts(candidates: list[Candidate], max_prompts: int | None) -> list[
             name = candidate.model.name
             notes.append(f"{num_left_out} of {num_rows} prompts are left out, for all models: too long for {name}")
     if not common:
-        raise ConfigError(f"{listed(data.validation)}: no prompt is short enough for all models (data.max_prompt_tokens)")
+        raise ConfigError(f"{listed(data.validation)}: no prompt fits all models (data.max_prompt_tokens)")
     for candidate in candidates:
         prompts = [prompt for prompt in candidate.prompts if source_of(prompt) in common]
         candidate.prompts = first_rows(prompts, max_prompts or len(prompts), len(data.validation))
@@ -117,25 +119,27 @@ def why_no_majority(config: Config) -> str | None:
 
 
 def headline(config: Config, candidates: list[Candidate]) -> str:
-    evaluation, sampling = config.evaluation, config.rollout.sampling
-    number = evaluation.samples_per_prompt
-    how = f"at temperature {evaluation.temperature:g}" if evaluation.temperature else "greedy"
-    return (
-        f"{len(candidates)} {'model' if len(candidates) == 1 else 'models'}, {len(candidates[0].prompts)} prompts of {listed(config.data.validation)}, "
-        f"{number} {'response' if number == 1 else 'responses'} each, {how}, of {sampling.max_new_tokens} tokens at most; "
-        f"reward {', '.join(config.algorithm.reward)}, correct from {evaluation.correct_above:g} on; seed {config.seed}"
-    )
+    evaluation, prompts = config.evaluation, candidates[0].prompts
+    temperature = f"temperature {evaluation.temperature:g}" if evaluation.temperature else "temperature 0 (greedy)"
+    parts = [
+        f"{len(prompts)} prompts of {listed(config.data.validation)}",
+        f"responses to each: {evaluation.samples_per_prompt}",
+        f"{temperature}, up to {config.rollout.sampling.max_new_tokens} tokens",
+        f"reward {', '.join(config.algorithm.reward)}, correct from {evaluation.correct_above:g} on",
+        f"seed {config.seed}",
+    ]
+    return "; ".join(parts)
 
 
 @contextmanager
 def output_folder(out: Path, print_line: PrintLine) -> Iterator[Path]:
-    """Within: a folder that becomes `out` at the end. Where the evaluation fails it stays, with the logs and the rows
-    of the models that are done."""
+    """Within: a folder that becomes `out` at the end. Where the evaluation fails it stays under its own name, with the
+    logs and the rows of the models that are done; after an interrupt nothing does."""
     folder = partial_of(out)
     (folder / "logs").mkdir(parents=True)
     try:
         yield folder
-    except RunError:
+    except Exception:
         print_line(f"logs, and rows of the models that were done, are in {folder}")
         raise
     except BaseException:
@@ -145,7 +149,7 @@ def output_folder(out: Path, print_line: PrintLine) -> Iterator[Path]:
     folder.rename(out)
 
 
-def all_may_fail(config: Config):
+def all_may_fail(config: Config) -> RewardsConfig:
     """A reward that fails is counted: the others are not lost for it."""
     return config.rewards.model_copy(update={"on_error": "drop_sample", "max_error_ratio": 1.0})
 
@@ -170,17 +174,16 @@ def respond(
 
 
 def generate(stack: ExitStack, config: Config, cluster: Cluster, candidate: Candidate) -> list[Sample]:
-    urls = cluster.wait_servers()
+    urls, evaluation = cluster.wait_servers(), config.evaluation
     stop = [candidate.tokenizer.eos_token_id]
-    client = RolloutClient.of(config.rollout, urls, stop_token_ids=stop, context_length=candidate.context_length)
+    client = RolloutClient.of(config.rollout, urls, stop_token_ids=stop, context_length=candidate.shape.max_positions)
     stack.callback(client.close)
-    return client.generate(
-        candidate.prompts,
-        config.evaluation.samples_per_prompt,
-        candidate.tokenizer,
-        config.evaluation.temperature,
-        while_waiting=partial(client.raise_dead, urls, "rollout server"),
-    )
+    prompts, number, seeds = candidate.prompts, evaluation.samples_per_prompt, None
+    if config.rollout.deterministic and evaluation.temperature > 0:
+        limits = (config.rollout.sampling.max_new_tokens, candidate.shape.vocab_size)
+        seeds = group_seeds(config.seed, 0, prompts, number, *limits)
+    while_waiting = partial(client.raise_dead, urls, "rollout server")
+    return client.generate(prompts, number, candidate.tokenizer, evaluation.temperature, while_waiting, seeds)
 
 
 def settings_of(candidate: Candidate, notes: list[str]) -> dict[str, str | float]:

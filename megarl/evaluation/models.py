@@ -52,7 +52,8 @@ def parse(given: str) -> Model:
     model = find(Path(path))
     name = name or name_of(model)
     if not re.fullmatch(NAME, name):
-        raise ConfigError(f"{name!r} cannot be its name, which files get too: letters, digits, '_', '-', '.'; NAME=PATH")
+        text = f"{name!r} cannot name it, as files are named after it: letters, digits, '_', '-' and '.'"
+        raise ConfigError(f"{text}; NAME=PATH gives it another name")
     return Model(name, model.folder, model.role_folder)
 
 

@@ -44,7 +44,8 @@ def find_answer_of(rewards: dict[str, RewardConfig]) -> AnswerOf | None:
         if answer_of := getattr(module, "answer_of", None):
             known = inspect.signature(answer_of).parameters
             options = {key: value for key, value in rewards[name].options.items() if key in known}
-            checked = functools.partial(_checked, f"{module.__name__}.answer_of", functools.partial(answer_of, **options))
+            with_options = functools.partial(answer_of, **options)
+            checked = functools.partial(_checked, f"{module.__name__}.answer_of", with_options)
             try:
                 checked("")
             except RunError as error:

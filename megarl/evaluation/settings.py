@@ -1,10 +1,11 @@
-"""The options of `megarl eval`, with or without a config file, as one config per model; and all that is wrong with them."""
+"""The options of `megarl eval`, with or without a config file, as a config per model; and what is wrong with them."""
 
 import argparse
 import json
 import os
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +159,8 @@ def keep_what_is_evaluated(document: Document) -> None:
     if isinstance(tree.get("roles"), dict):
         tree["roles"] = {role: value for role, value in tree["roles"].items() if role in REWARD_ROLES}
     document.doubtful.add("data.train")  # it need not be there
-    if isinstance(tree.get("data"), dict) and tree["data"].get("validation") is None and "data" not in document.doubtful:
+    data = tree.get("data")
+    if isinstance(data, dict) and data.get("validation") is None and "data" not in document.doubtful:
         document.problems.append(document.line("null, and no --data FILE is given", "data.validation"))
     algorithm = tree.get("algorithm") or {}
     if isinstance(algorithm, dict):
@@ -174,21 +176,18 @@ def keep_what_is_evaluated(document: Document) -> None:
 def config_of(model: Model, config: Config, document: Document, has_config: bool) -> Config:
     """The config that a model is evaluated by, as if it was the model of a run. Without a config file the weights'
     dtype is the model's own, and prompts may fill its context."""
-    sampling = config.rollout.sampling
-    sampling = sampling.model_copy(update={"max_new_tokens": config.evaluation.max_new_tokens or sampling.max_new_tokens})
-    changed = {"path": str(model.folder)}
-    data = config.data
+    data, sampling, changed = config.data, config.rollout.sampling, {"path": str(model.folder)}
+    if limit := config.evaluation.max_new_tokens:
+        sampling = sampling.model_copy(update={"max_new_tokens": limit})
     if not has_config and "model.dtype" not in document.origins:
         try:
             changed["dtype"] = model.dtype()
         except ConfigError as error:
             document.problems.append(f"--model {model.name}={model.place}: {error}")
     if not has_config and "data.max_prompt_tokens" not in document.origins:
-        try:
+        with suppress(ValueError):  # which the checks tell
             room = model_shape(config, str(model.folder)).max_positions - sampling.max_new_tokens
             data = data.model_copy(update={"max_prompt_tokens": max(room, 1)})
-        except ValueError:
-            pass  # which the checks find too
     return config.model_copy(
         update={
             "model": config.model.model_copy(update=changed),

@@ -3,19 +3,23 @@ failed_rewards.jsonl and skipped/."""
 
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import subprocess
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from megarl.checkpoint.folder import remove_leftovers, set_aside_newer
+from megarl.checkpoint.folder import last_good, remove_leftovers, set_aside_newer
 from megarl.cluster.run_tag import new_run_id
 from megarl.config import Config
 from megarl.config_file import dump
+from megarl.errors import RunError
 from megarl.sample import Sample
 
 if TYPE_CHECKING:
@@ -25,26 +29,30 @@ PACKAGES = ("megarl", "torch", "megatron-core", "sglang", "ray", "transformers",
 
 
 class RunDirectory:
-    """Owns the files of one run; each line is on disk when its call returns."""
+    """Owns the files of one run; each line is on disk when its call returns. RunError where one cannot be written."""
 
     def __init__(self, config: Config, command: list[str], device: str, resume: "Resume | None" = None):
         """What there is of later steps than those that `resume` goes on from is set aside."""
         self.config = config
         self.path = config.run_path
         self.run_id = new_run_id(config.name)
-        for folder in ("logs", "checkpoints"):
-            (self.path / folder).mkdir(parents=True, exist_ok=True)
-        step = resume.step if resume else None
-        for name in ("metrics.jsonl", "samples.jsonl", "failed_rewards.jsonl"):
-            keep_steps(self.path / name, step)
-        set_aside_newer(self.path, step or 0)
-        remove_leftovers(self.path / "checkpoints")
-        (self.path / "config.yaml").write_text(dump(config.model_dump(mode="json")), encoding="utf-8")
-        about = {"run_id": self.run_id, "resumed_from": str(resume.folder) if resume else None}
-        about |= environment(command, config.seed, device) | {"earlier": earlier_starts(self.path / "env.json")}
-        (self.path / "env.json").write_text(json.dumps(about, indent=2) + "\n")
-        self._metrics = open(self.path / "metrics.jsonl", "a", buffering=1)
-        self._samples = open(self.path / "samples.jsonl", "a", buffering=1)
+        with self._writing(""):
+            for folder in ("logs", "checkpoints"):
+                (self.path / folder).mkdir(parents=True, exist_ok=True)
+            step = resume.step if resume else None
+            for name in ("metrics.jsonl", "samples.jsonl", "failed_rewards.jsonl"):
+                keep_steps(self.path / name, step)
+            self.set_aside = set_aside_newer(self.path, -1 if step is None else step)
+            remove_leftovers(self.path / "checkpoints")
+            (self.path / "config.yaml").write_text(dump(config.model_dump(mode="json")), encoding="utf-8")
+            about = {"run_id": self.run_id, "resumed_from": str(resume.folder) if resume else None}
+            about |= environment(command, config.seed, device) | {"earlier": earlier_starts(self.path / "env.json")}
+            (self.path / "env.json").write_text(json.dumps(about, indent=2) + "\n")
+            self._metrics = open(self.path / "metrics.jsonl", "a", buffering=1)
+            # a lone surrogate as JSON has it
+            self._samples = open(
+                self.path / "samples.jsonl", "a", buffering=1, encoding="utf-8", errors="backslashreplace"
+            )
 
     @property
     def logs(self) -> Path:
@@ -54,7 +62,8 @@ class RunDirectory:
         return self.path / "checkpoints" / name
 
     def log_metrics(self, metrics: dict) -> None:
-        self._metrics.write(json.dumps(metrics, allow_nan=False) + "\n")
+        with self._writing("metrics.jsonl"):
+            self._metrics.write(json.dumps(metrics, allow_nan=False) + "\n")
 
     def log_samples(self, step: int, samples: list[Sample]) -> None:
         for sample in samples:
@@ -71,13 +80,15 @@ class RunDirectory:
                 "policy_version": sample.policy_version,
                 "source": sample.prompt.metadata.get("source"),
             }
-            self._samples.write(json.dumps(row, ensure_ascii=False) + "\n")
+            with self._writing("samples.jsonl"):
+                self._samples.write(json.dumps(row, ensure_ascii=False) + "\n")
 
     def log_failed(self, step: int, failed: list[tuple[Sample, str]]) -> None:
         """Samples that were dropped as their reward failed, into a file that is there only where there are some."""
         if not failed:
             return
-        with open(self.path / "failed_rewards.jsonl", "a") as file:
+        name = "failed_rewards.jsonl"
+        with self._writing(name), open(self.path / name, "a") as file:
             for sample, reason in failed:
                 row = {"step": step, "group": sample.group_id, "source": sample.prompt.metadata.get("source")}
                 row |= {"response": sample.response_text, "answer": sample.prompt.answer, "error": reason}
@@ -86,35 +97,62 @@ class RunDirectory:
     def dump_batch(self, name: str, samples: list[Sample]) -> Path:
         """Samples with all their tensors, for `torch.load(file, weights_only=False)`."""
         file = self.path / "skipped" / f"{name}.pt"
-        file.parent.mkdir(exist_ok=True)
-        torch.save(samples, file)
+        with self._writing(f"skipped/{file.name}"):
+            file.parent.mkdir(exist_ok=True)
+            with open(file, "wb") as stream:
+                torch.save(samples, stream)
         return file
 
     def __enter__(self) -> "RunDirectory":
         return self
 
     def __exit__(self, *exception) -> None:
-        self._metrics.close()
-        self._samples.close()
+        for stream in (self._metrics, self._samples):
+            with suppress(OSError):  # again, of a line that could not be written: that was said
+                stream.close()
+
+    @contextmanager
+    def _writing(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, RuntimeError) as error:
+            cause = error if isinstance(error, OSError) else error.__context__  # torch does not say why
+            if not isinstance(cause, OSError):
+                raise
+            text = f"{self.path / name} cannot be written: {cause.strerror}; {last_good(self.path)}"
+            raise RunError(text) from error
 
 
 def keep_steps(file: Path, step: int | None) -> None:
-    """Move a file's lines of steps after this one, and a last line that is cut off, to NAME.superseded.jsonl; None: all.
+    """Move a file's lines of steps after this one, and those that are broken or cut off, to NAME.superseded.jsonl;
+    None: all.
 
     Lines without a step, of a warm start, stay.
     """
     if not file.exists():
         return
-    kept, moved = [], []
-    for line in file.read_text(encoding="utf-8").splitlines(keepends=True):
-        stays = line.endswith("\n") and step is not None and json.loads(line).get("step", 0) <= step
-        (kept if stays else moved).append(line)
+    whole = file.with_name(file.name + ".kept")
+    moved = []
+    with open(file, "rb") as lines, open(whole, "wb") as kept:  # bytes: text may hold other ends of lines
+        for line in lines:
+            if step is not None and step_in(line) <= step:
+                kept.write(line)
+            else:
+                moved.append(line)
     if moved:
-        with open(file.with_suffix(".superseded.jsonl"), "a", encoding="utf-8") as superseded:
-            superseded.writelines(line.rstrip("\n") + "\n" for line in moved)
-        whole = file.with_name(file.name + ".kept")
-        whole.write_text("".join(kept), encoding="utf-8")
+        with open(file.with_suffix(".superseded.jsonl"), "ab") as superseded:
+            superseded.writelines(line.rstrip(b"\n") + b"\n" for line in moved)
         os.replace(whole, file)
+    else:
+        whole.unlink()
+
+
+def step_in(line: bytes) -> float:
+    """Infinite where the line is broken or cut off."""
+    try:
+        return json.loads(line).get("step", 0) if line.endswith(b"\n") else math.inf
+    except (ValueError, AttributeError):
+        return math.inf
 
 
 def earlier_starts(file: Path) -> list[dict]:

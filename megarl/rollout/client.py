@@ -88,10 +88,11 @@ class RolloutClient:
         temperature: float | None = None,
         while_waiting: Callable[[], None] = lambda: None,
         seeds: list[list[int]] | None = None,
+        max_new_tokens: int | None = None,
     ) -> list[Sample]:
         """`group_size` samples for each prompt, in order: sample i * group_size + j is the j-th of prompt i.
 
-        `temperature` overrides the configured one; 0 is greedy and gives no `rollout_logprobs`. `group_id` is the
+        `temperature` and `max_new_tokens` override the configured ones; 0 is greedy, without `rollout_logprobs`. `group_id` is the
         prompt's place in this call, `index` the sample's. A response may have at most
         min(max_new_tokens, context_length - prompt length) tokens. `while_waiting` is called again and again meanwhile.
         `seeds`: one per sample, [i][j]; only servers of deterministic inference heed them (rollout/seeds.py).
@@ -100,7 +101,7 @@ class RolloutClient:
         if temperature is None:
             temperature = self.sampling.temperature
         assert seeds is None or [len(group) for group in seeds] == [group_size] * len(prompts), "one seed per sample"
-        limits = [self._response_limit(prompt) for prompt in prompts]
+        limits = [self._response_limit(prompt, max_new_tokens or self.sampling.max_new_tokens) for prompt in prompts]
         requests = [
             self._request(i, self._generate_body(prompt.token_ids, group_size, temperature, limit, seeds and seeds[i]))
             for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
@@ -303,14 +304,14 @@ class RolloutClient:
         await asyncio.gather(*others, return_exceptions=True)
         await self._session.close()
 
-    def _response_limit(self, prompt: Prompt) -> int:
+    def _response_limit(self, prompt: Prompt, max_new_tokens: int) -> int:
         room = self.context_length - len(prompt.token_ids)
         if room < 1:
             raise RunError(
                 f"{prompt.metadata.get('source', 'a prompt')}: {len(prompt.token_ids)} tokens leave no room for a "
                 f"response in a context of {self.context_length}: lower data.max_prompt_tokens"
             )
-        return min(self.sampling.max_new_tokens, room)
+        return min(max_new_tokens, room)
 
     def _generate_body(
         self, token_ids: list[int], group_size: int, temperature: float, limit: int, seeds: list[int] | None

@@ -89,10 +89,12 @@ class Fleet:
         tokenizer,
         temperature: float | None = None,
         seeds: list[list[int]] | None = None,
+        max_new_tokens: int | None = None,
     ) -> list[Sample]:
         """As the client's; a dead server's requests are made again elsewhere, or by its successor if it was alone.
         `name`: of what is generated, by which rollout.save keeps it."""
-        samples = self.client.generate(prompts, group_size, tokenizer, temperature, self._tend, seeds)
+        more = (temperature, self._tend, seeds, max_new_tokens)
+        samples = self.client.generate(prompts, group_size, tokenizer, *more)
         if self.config.rollout.save is not None:
             Recording(self.config.rollout.save).save(name, samples)
         return samples

@@ -1,8 +1,10 @@
 """What the servers generated in a run, kept in a folder, and training on it again without servers."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
+from megarl.checkpoint.resume import Resume
 from megarl.cluster.role import RoleGroup
 from megarl.config import Config
 from megarl.errors import ConfigError, RunError
@@ -29,8 +31,17 @@ class Recording:
         return self.folder / f"{name}.jsonl"
 
     def save(self, name: str, samples: list[Sample]) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        write_samples(self.file(name), samples)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_samples(self.file(name), samples)
+        except OSError as error:
+            raise RunError(f"rollout.save: {self.file(name)} cannot be written: {error.strerror}") from error
+
+    def forget_after(self, step: int) -> None:
+        """What was generated for later steps, before a run that goes on from this one generates them anew."""
+        for file in self.folder.glob("*.jsonl"):
+            if (found := re.match(r"(?:step|validation)_(\d+)", file.name)) and int(found.group(1)) > step:
+                file.unlink()
 
     def load(self, name: str, prompts: list[Prompt], group_size: int) -> list[Sample]:
         """What was generated for these prompts. RunError where it was for others, or is not there."""
@@ -44,19 +55,24 @@ class Recording:
         return samples
 
 
-def check_recordings(config: Config, is_resumed: bool) -> None:
-    """ConfigError where the folder to write into has recordings, or the one to read from lacks some."""
+def check_recordings(config: Config, resume: Resume | None) -> None:
+    """ConfigError where the folder to write into has recordings of another run, or the one to read from lacks some."""
     rollout, trainer = config.rollout, config.trainer
-    if rollout.save and not is_resumed and (old := sorted(Path(rollout.save).glob("*.jsonl"))):
+    are_ours = resume is not None and resume.in_place
+    if rollout.save and not are_ours and (old := sorted(Path(rollout.save).glob("*.jsonl"))):
         raise ConfigError(f"rollout.save: {rollout.save} holds {len(old)} recordings already, among them {old[0].name}")
     if rollout.replay is None:
         return
-    steps = range(1, trainer.steps + 1)
+    recording, done = Recording(rollout.replay), resume.step if resume else 0
+    steps = range(done + 1, trainer.steps + 1)
+    if trainer.early_stop:  # it may have ended the run that was recorded
+        last = max((step for step in steps if recording.file(round_name(step, 1)).is_file()), default=trainer.steps)
+        steps = range(done + 1, last + 1)
     names = [round_name(step, 1) for step in steps]
-    if config.data.validation:
+    if config.data.validation and config.algorithm.reward:
         due = [step for step in steps if trainer.is_due(step, trainer.evaluate_every)]
-        names += [validation_name(step) for step in (0, *due)]
-    recording = Recording(rollout.replay)
+        owed = [done] if resume is None or not resume.state["is_validated"] else []
+        names += [validation_name(step) for step in (*owed, *due)]
     if missing := [name for name in names if not recording.file(name).is_file()]:
         some = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
         raise ConfigError(f"rollout.replay: {rollout.replay} lacks {some} (.jsonl)")

@@ -1,4 +1,4 @@
-"""GSM8K's own files, {"question", "answer"} with `#### 72` at an answer's end, give the number that its authors count."""
+"""GSM8K's own files, whose answers end with `#### 72`, give the number that its authors count."""
 
 import json
 import os
@@ -60,7 +60,7 @@ def test_the_files_work_as_they_are_and_the_strict_number_is_the_official_one(fi
 
 
 def response_to(rows: list[dict], i: int) -> str:
-    """By turns the worked answer, another row's, the right one without a marker, and the right one as people write it."""
+    """By turns the worked answer, another row's, the right one without a marker, and the right one alone."""
     answer = rows[i]["answer"]
     number = stated(answer)
     return (answer, rows[i - 1]["answer"], answer.replace("####", "So"), f"It is {number}.\n#### {number}")[i % 4]

@@ -15,11 +15,14 @@ from hf_models import write_hf_model
 from scoring import samples_with, scorer
 
 from megarl import cli
-from megarl.checkpoint.folder import file_names, publish
+from megarl.checkpoint.folder import publish
+from megarl.config import Config
+from megarl.config_rewards import RewardConfig
 from megarl.data import toy
 from megarl.errors import ConfigError, RunError
 from megarl.evaluation import models
 from megarl.evaluation.estimators import metrics_of
+from megarl.evaluation.scoring import evaluate_samples, find_answer_of
 from megarl.evaluation.settings import read_options
 
 CONFIG = """device: cpu
@@ -31,8 +34,8 @@ rollout: {sampling: {max_new_tokens: 8}}
 """
 REWARD = '''
 def vowels(sample):
-    if "fail" in sample.response_text:
-        raise ValueError("a word that is not liked")
+    if len(sample.response_text) % 7 == 3:
+        raise ValueError("no length that is liked")
     return float(num_vowels(sample.response_text) % 2)
 
 
@@ -97,7 +100,7 @@ def test_all_that_is_wrong_is_said_at_once(folder, capsys):
     assert lines[4] == "--max-prompts 0: wanted 1 or more"
     assert lines[5] == "--data no.jsonl: data.validation: no such file: no.jsonl"
     assert lines[6].startswith("--reward foo: algorithm.reward.foo: given 'foo', valid: ")
-    assert lines[7].startswith("--pass-at 1,8: evaluation.pass_at: given [1, 8], but evaluation.samples_per_prompt is 4")
+    assert lines[7].startswith("--pass-at 1,8: evaluation.pass_at: given [1, 8], but evaluation.samples_per_pro")
     assert lines[8].startswith("--samples-per-prompt 4: evaluation.samples_per_prompt: given 4, but evaluation.temper")
     assert sorted(path.name for path in folder.iterdir()) == ["base.yaml", "letters.py", "toy"]
 
@@ -106,12 +109,12 @@ def test_all_that_is_wrong_is_said_at_once(folder, capsys):
     ["arguments", "error"],
     [
         ([], "--model is missing: it is needed where no config is given"),
-        (["--pass-at", "2,2", "--samples-per-prompt", "2"], "given [2, 2], allowed: whole numbers >= 1, each of them once"),
+        (["--pass-at", "2,2"], "given [2, 2], allowed: whole numbers >= 1, each of them once"),
         (["--pass-at", "0"], "given [0], allowed: whole numbers >= 1, each of them once"),
         (["base.yaml", "--temperature", "-1"], "--temperature -1.0: evaluation.temperature: given -1.0"),
         (["base.yaml", "seed=1", "--seed", "2"], "seed is overridden twice"),
         (["base.yaml", "data.validation=null"], "override data.validation=null: null, and no --data FILE is given"),
-        (["base.yaml", "algorithm={name: sft, reward: null}"], "null with algorithm.name: sft, and no --reward NAME is given"),
+        (["base.yaml", "algorithm={name: sft, reward: null}"], "null with algorithm.name: sft, and no --reward NAME"),
         (["base.yaml"], "the run of this config is runs/small: no such folder: runs/small; --model PATH names another"),
         (["base.yaml", "--model", "toy"], "--model toy: toy is neither a checkpoint nor a run directory"),
         (["base.yaml", "--model", "toy/model", "--max-new-tokens", "250"], "= 64 + 250 = 314 is more than the model's"),
@@ -123,7 +126,8 @@ def test_options_that_make_no_sense_are_refused(folder, capsys, arguments, error
 
 def test_rows_that_no_reward_could_read_are_refused_before_a_server_starts(folder, capsys):
     Path("rows.jsonl").write_text('{"question": "How many?", "answer": ""}\n{"text": 3}\n')
-    assert cli.main(["eval", "--model", "toy/model", "--data", "rows.jsonl", "--reward", "gsm8k", "--max-new-tokens", "8"]) == 2
+    arguments = ["--model", "toy/model", "--data", "rows.jsonl", "--reward", "gsm8k", "--max-new-tokens", "8"]
+    assert cli.main(["eval", *arguments]) == 2
     err = capsys.readouterr().err
     assert "rows.jsonl:1: answer: wanted a non-empty string" in err and "rows.jsonl:2: no column question" in err
     assert not Path("runs").exists()
@@ -150,7 +154,7 @@ def test_a_run_is_evaluated_at_its_best_checkpoint_or_else_its_newest_complete_o
 def test_a_checkpoint_that_is_cut_or_writes_no_responses_is_refused(folder):
     checkpoint = write_checkpoint(1)
     (checkpoint / "actor/hf/tokenizer.json").write_text("{")
-    with pytest.raises(ConfigError, match="step_000001 is not a complete checkpoint: actor/hf/tokenizer.json has 1 bytes"):
+    with pytest.raises(ConfigError, match="step_000001 is not a complete checkpoint: actor/hf/tokenizer.json has 1 b"):
         models.parse(str(checkpoint))
     with pytest.raises(ConfigError, match="actor has a value head: it scores, and writes no responses"):
         models.parse(str(write_checkpoint(2, head="value")))
@@ -199,34 +203,47 @@ def test_models_get_prompts_by_their_own_template_and_only_those_that_fit_all(fo
 # What is counted
 
 
-def count(rows: list[dict], k: int) -> tuple[Fraction, Fraction]:
-    """(pass@k, maj@k) over all choices of k responses, as a reader of the rows would count them by hand."""
-    passes, majorities = [], []
+def by_hand(rows: list[dict], ks: tuple[int, ...]) -> dict[str, Fraction]:
+    """The metrics as a reader of the rows would count them: over all choices of k responses, where so many have a
+    reward, and then over prompts."""
+    columns: dict[str, list[Fraction]] = {}
     for row in rows:
-        choices = list(itertools.combinations(row["responses"], k))
-        passes.append(Fraction(sum(any(r["reward"] >= 1 for r in chosen) for chosen in choices), len(choices)))
-        majorities.append(sum(map(majority, choices), Fraction(0)) / len(choices))
-    return sum(passes) / len(rows), sum(majorities) / len(rows)
+        scored = [response for response in row["responses"] if response["reward"] is not None]
+        if scored:
+            columns.setdefault("reward_mean", []).append(mean([int(response["reward"]) for response in scored]))
+        for k in ks:
+            choices = list(itertools.combinations(scored, k))
+            if choices:
+                found = [any(response["reward"] >= 1 for response in chosen) for chosen in choices]
+                columns.setdefault(f"pass@{k}", []).append(mean(found))
+            if choices and k > 1:
+                columns.setdefault(f"maj@{k}", []).append(mean([majority(chosen) for chosen in choices]))
+        columns.setdefault("length_mean", []).append(mean([response["num_tokens"] for response in row["responses"]]))
+        columns.setdefault("truncated_ratio", []).append(mean([response["truncated"] for response in row["responses"]]))
+    return {name: mean(values) for name, values in columns.items()}
+
+
+def mean(values: list) -> Fraction:
+    return sum(values, Fraction(0)) / len(values)
 
 
 def majority(chosen: tuple[dict, ...]) -> Fraction:
-    """The chance that the answer which most of them give is correct, where equal counts are decided by lot; here an
-    answer says nothing of whether a response is correct, so the responses that gave it decide that."""
+    """The chance that the answer which most of them give is correct, equal counts decided by lot. Responses of one
+    answer may be correct or not here: the shares are those of all responses to the prompt."""
     votes = [response["answer"] for response in chosen if response["answer"] is not None]
     most = max(map(votes.count, votes), default=0)
     leaders = [answer for answer in dict.fromkeys(votes) if votes.count(answer) == most]
-    shares = [[r["reward"] >= 1 for r in chosen if r["answer"] == answer] for answer in leaders]
-    return sum((Fraction(sum(share), len(share)) for share in shares), Fraction(0)) / max(len(leaders), 1)
+    return mean([chosen[0]["share_correct"][answer] for answer in leaders]) if leaders else Fraction(0)
 
 
 def test_the_report_has_the_numbers_that_its_rows_come_to(folder, capsys):
     arguments = ["--model", "base=toy/model", "--data", "toy/validation.jsonl", "--reward", "letters:vowels"]
     arguments += ["--samples-per-prompt", "4", "--temperature", "1.0", "--pass-at", "1,2,4", "--max-new-tokens", "12"]
-    assert cli.main(["eval", *arguments, "--max-prompts", "12", "--out", "out/first", "device=cpu"]) == 0
-    out = folder / "out/first"
+    assert cli.main(["eval", *arguments, "--max-prompts", "12", "--out", "out/first", "device=cpu"]) == 1
+    output, out = capsys.readouterr(), folder / "out/first"
     assert {path.name for path in out.iterdir()} == {"base.jsonl", "report.csv", "report.html", "report.txt"}
     assert [path.name for path in out.parent.iterdir()] == ["first"]
-    assert (out / "report.txt").read_text() in capsys.readouterr().out
+    assert (out / "report.txt").read_text() in output.out
     rows = [json.loads(line) for line in (out / "base.jsonl").read_text().splitlines()]
     held_out = [json.loads(line) for line in Path("toy/validation.jsonl").read_text().splitlines()[:12]]
     assert [row["source"] for row in rows] == [f"toy/validation.jsonl:{line}" for line in range(1, 13)]
@@ -236,31 +253,31 @@ def test_the_report_has_the_numbers_that_its_rows_come_to(folder, capsys):
     responses = [response for row in rows for response in row["responses"]]
     assert len(responses) == 48 and len({response["text"] for response in responses}) > 40
     for response in responses:
-        vowels = len(re.findall("[aeiou]", response["text"]))
-        assert response["reward"] == response["reward_parts"]["vowels"] == vowels % 2
-        assert response["answer"] == (str(vowels // 2) if response["text"][:1].strip(" ") else None)
+        fails, vowels = len(response["text"]) % 7 == 3, len(re.findall("[aeiou]", response["text"]))
+        assert (response["reward"], response["error"] is not None) == (None if fails else vowels % 2, fails)
+        assert response["reward_parts"] == ({} if fails else {"vowels": vowels % 2})
+        assert response["answer"] == (None if response["text"][:1] in ("", " ") else str(vowels // 2))
         assert response["num_tokens"] == 12 or not response["truncated"] and response["num_tokens"] < 12
-    assert 0 < sum(response["reward"] for response in responses) < 48
+    num_failed = sum(response["reward"] is None for response in responses)
+    assert num_failed > 0 and f"base: {num_failed} rewards failed, the first: " in output.err
 
     with open(out / "report.csv", newline="") as file:
         found = {line["metric"]: line for line in csv.DictReader(file)}
-    expected = {"reward_mean": Fraction(sum(int(response["reward"]) for response in responses), 48)}
-    expected |= {"length_mean": Fraction(sum(response["num_tokens"] for response in responses), 48)}
-    expected |= {"truncated_ratio": Fraction(sum(response["truncated"] for response in responses), 48), "errors": 0}
-    for k in (1, 2, 4):
-        expected[f"pass@{k}"], of_votes = count(rows, k)
-        expected |= {f"maj@{k}": of_votes} if k > 1 else {}
+    for row in rows:
+        scored = [response for response in row["responses"] if response["reward"] is not None]
+        answers = {response["answer"] for response in scored}
+        shares = {answer: mean([r["reward"] >= 1 for r in scored if r["answer"] == answer]) for answer in answers}
+        for response in scored:
+            response["share_correct"] = shares
+    expected = by_hand(rows, (1, 2, 4)) | {"errors": num_failed}
     assert found.keys() == expected.keys() | {"reward/vowels"}
     for name, value in expected.items():
         assert float(found[name]["value"]) == pytest.approx(float(value), abs=1e-12), name
-        assert found[name]["model"] == "base" and found[name]["n"] == "12"
+    assert 0 < expected["reward_mean"] < expected["pass@2"] < 1
 
 
 def evaluated(rewards: dict, responses: list[str], **settings):
     """The result of responses to one prompt."""
-    from megarl.config import Config
-    from megarl.evaluation.scoring import evaluate_samples
-
     samples = samples_with(["7"] * len(responses), group_size=len(responses))
     for sample, response in zip(samples, responses):
         sample.response_text = response
@@ -277,10 +294,10 @@ def evaluated(rewards: dict, responses: list[str], **settings):
 
 def test_a_failed_reward_is_an_error_and_no_zero(folder):
     rewards = {"vowels": {"function": "letters:vowels"}}
-    result = evaluated(rewards, ["a", "b", "I fail", "u"], pass_at=[1, 2])
+    result = evaluated(rewards, ["a", "b", "abc", "u"], pass_at=[1, 2])
     (prompt,) = result.prompts
     assert [response.reward for response in prompt.responses] == [1.0, 0.0, None, 1.0]
-    assert "a word that is not liked" in prompt.responses[2].error
+    assert "no length that is liked" in prompt.responses[2].error
     metrics = metrics_of(result, [1, 2])
     assert metrics["reward_mean"].value == pytest.approx(2 / 3) and metrics["errors"].value == 1
 
@@ -289,17 +306,14 @@ def test_final_answers_are_looked_for_as_the_reward_reads_them(folder):
     responses = ["#### 7", "it is 7.0", "none", "#### 1e1"]
     strict = evaluated({"gsm8k": {}}, responses, pass_at=[1, 4])
     assert [response.answer for response in strict.prompts[0].responses] == ["7", None, None, "10"]
-    flexible = evaluated({"completed": 0.1, "gsm8k": {"options": {"mode": "flexible"}}}, responses, pass_at=[4])
-    assert [response.answer for response in flexible.prompts[0].responses] == ["7", "7", None, "10"]
     for settings in ({"pass_at": [1]}, {"pass_at": [1, 4], "majority": False}):
         assert not evaluated({"gsm8k": {}}, responses, **settings).has_answers
-    assert not evaluated({"completed": {}}, responses, pass_at=[4]).has_answers
+    flexible = {"completed": RewardConfig(), "gsm8k": RewardConfig(options={"mode": "flexible"})}
+    assert [find_answer_of(flexible)(response) for response in responses] == ["7", "7", None, "10"]
+    assert find_answer_of({"completed": RewardConfig(), "length": RewardConfig(options={"high": 9})}) is None
 
 
 def test_an_answer_of_that_fails_or_gives_no_text_is_refused(folder):
-    from megarl.config_rewards import RewardConfig
-    from megarl.evaluation.scoring import find_answer_of
-
     body = "def score(sample):\n    return 1.0\n\n\ndef answer_of(response):\n    "
     Path("wrong_answers.py").write_text(body + "return 7")
     Path("late_answers.py").write_text(body + "return None if not response else response[9]")
@@ -326,9 +340,6 @@ def test_an_answer_of_that_fails_or_gives_no_text_is_refused(folder):
     ],
 )
 def test_equal_answers_are_the_same_text(reward, response, answer):
-    from megarl.config_rewards import RewardConfig
-    from megarl.evaluation.scoring import find_answer_of
-
     assert find_answer_of({reward: RewardConfig()})(response) == answer
 
 
@@ -345,7 +356,8 @@ def trained(tmp_path_factory, toy_folder):
         shutil.copy(toy_folder / "model" / name, folder / "base")
     data = "{train: toy/warm_start.jsonl, prompt_key: question, max_prompt_tokens: 64}"
     roles = "{actor: {optimizer: {learning_rate: 6e-3}}}"
-    text = f"device: cpu\nmodel: {{path: base, dtype: float32}}\ndata: {data}\nalgorithm: {{name: sft}}\nroles: {roles}\n"
+    model = "{path: base, dtype: float32}"
+    text = f"device: cpu\nmodel: {model}\ndata: {data}\nalgorithm: {{name: sft}}\nroles: {roles}\n"
     (folder / "sft.yaml").write_text(text)
     with Run(folder, "sft.yaml", "trainer.steps=80", "algorithm.prompts_per_step=64") as run:
         assert run.wait(300) == 0, run.output

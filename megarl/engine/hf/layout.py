@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from megarl.engine.hf import FAMILIES
-from megarl.engine.hf.mapping import _FUSED_NORMS, VALUE_HEAD, VOCABULARY, Parameter, from_shards, padded_vocab_size
+from megarl.engine.hf.mapping import FUSED_NORMS, VALUE_HEAD, VOCABULARY, Parameter, from_shards, padded_vocab_size
 from megarl.engine.hf.shape import ModelShape
 
 FINAL_NORM = "decoder.final_layernorm.weight"
@@ -38,8 +38,8 @@ class StoredWeight:
 
 
 def stored_weights(shape: ModelShape, head: str) -> list[StoredWeight]:
-    """All weights of a model with this head ("lm" or "value"), from the embedding to the head. A tied output layer is no
-    weight of its own."""
+    """All weights of a model with this head ("lm" or "value"), from the embedding to the head. A tied output layer is
+    no weight of its own."""
     table = FAMILIES[shape.family].MAPPING | (VALUE_HEAD if head == "value" else {})
     lines = [line for line in table if line != "output_layer.weight" or (head == "lm" and not shape.tied)]
     of_layers = [line for line in lines if "{layer}" in line]
@@ -62,7 +62,7 @@ def _stored(shape: ModelShape, line: str, layer: int | None = None, expert: int 
 def stored_key(shape: ModelShape, line: str) -> str:
     """`line`: of a family's table."""
     key = line.replace("value_head.", "output_layer.").replace(".{layer}", "").replace(".{expert}", ".experts")
-    for fused, norm in _FUSED_NORMS.items():
+    for fused, norm in FUSED_NORMS.items():
         if key.endswith(f".{norm}") and not (shape.num_experts and fused.startswith("mlp.")):  # experts share one norm
             key = key.removesuffix(norm) + fused
     return key

@@ -18,7 +18,7 @@ VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 VALUE_HEAD = {"value_head.weight": ("score.weight",), "value_head.bias": ("score.bias",)}  # of every family
 
 # How transformer-engine's layers name what the local ones, and the tables, name otherwise.
-_FUSED_NORMS = {
+FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
@@ -42,7 +42,7 @@ class Parameter:
         if match := _LAYER.search(name):
             layer = int(match.group()) + first_layer
             prefix, rest = f"{name[: match.start()]}{{layer}}.", name[match.end() + 1 :]
-            name = prefix + _FUSED_NORMS.get(rest, rest)
+            name = prefix + FUSED_NORMS.get(rest, rest)
         if match := _EXPERT.search(name):
             expert = int(match.group(1) or match.group(4)) + first_expert
             name = f"{name[: match.start()]}.experts.{{expert}}.{match.group(2) or match.group(3)}.weight"
