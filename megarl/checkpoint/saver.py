@@ -82,7 +82,7 @@ class Saver:
                 reference = name == "actor" and self._keeps_reference
                 num_bytes += role.start_save(str((partial / name).resolve()), reference)
             if num_bytes > free:
-                raise RunError(f"{num_bytes / 1e9:.1f} GB are to be written, and {free / 1e9:.1f} GB are free")
+                raise RunError(f"{num_bytes / 1e9:.3g} GB are to be written, and {free / 1e9:.3g} GB are free")
 
     @property
     def _keeps_reference(self) -> bool:

@@ -198,6 +198,8 @@ def _about(engine: Engine, contents: Contents) -> dict:
     about = {"dtype": _name(engine.dtype), "head": engine.head}
     if engine.head == "value":
         about["value_head_bias"] = engine.role.value_head_bias
+    if lora := engine.role.lora:
+        about["lora"] = lora.model_dump()
     if contents.optimizer:
         about |= {"optimizer_steps": optimizer_state.num_steps(engine.optimizer), "layout": parallel.layout()}
     if contents.reference:
@@ -209,6 +211,9 @@ def _misfits(engine: Engine, about: dict, contents: Contents) -> list[str]:
     """Why what megarl.json describes cannot be loaded; [] where it can."""
     found = []
     head, dtype = about.get("head", "lm"), _name(engine.dtype)
+    lora = engine.role.lora.model_dump() if engine.role.lora else None
+    if about.get("lora") != lora:
+        found.append(f"was saved with lora: {about.get('lora')}, and this role has {lora}")
     if head != engine.head:
         found.append(f"has a head of the kind {head!r}: {engine.head!r} is needed")
     if contents.optimizer and "optimizer_steps" not in about:

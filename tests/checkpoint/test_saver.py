@@ -165,21 +165,20 @@ def save_on_a_full_disk(folder: Path, moment: str, say) -> None:
     full_disk(str(folder), megabytes=16)
     saver = saver_of(config_of(folder), [], actor=Role(2**21))
     save(saver, 1)
-    kept: list = []
-    if moment == "before":
+    actor = saver.roles["actor"]
+    if moment in ("begin", "role"):
         fill(folder, leave=2**20)
-    elif moment == "roles":  # they say less than they write
-        fill(folder, leave=2**20)
-        saver.roles["actor"].start_save, start = lambda *a: start(*a) and 1, saver.roles["actor"].start_save
-    elif moment == "kept":
-        prompt = Prompt([], [1], metadata={"source": "t:1"})
-        kept = [[Sample.from_response(prompt, [2], group_id=0, index=0, response_text="x" * 2**21)]]
-        fill(folder, leave=2**21 + 2**19)
-    elif moment == "manifest":
-        fill(folder, leave=2**21 + 5 * 4096)  # for the files, but not for the manifest
+    if moment == "role":  # it says less than it writes
+        actor.start_save, start = lambda *arguments: start(*arguments) and 1, actor.start_save
     try:
         saver.begin(2, hold=lambda role: None)
-        saver.commit(state_of(2, None, kept))
+        if moment == "commit":
+            actor._writing.result()
+            fill(folder, leave=0)
+        saver.commit(state_of(2))
+        if moment == "publish":
+            actor._writing.result()
+            fill(folder, leave=0)
         saver.settle()
     except RunError as error:
         say(error)
@@ -195,10 +194,10 @@ def save_on_a_full_disk(folder: Path, moment: str, say) -> None:
 @pytest.mark.parametrize(
     "moment, reason",
     [
-        ("before", "0.0 GB are to be written, and 0.0 GB are free"),
-        ("roles", f"actor rank 0: [Errno 28] {FULL}"),
-        ("kept", f"[Errno 28] {FULL}"),
-        ("manifest", f"[Errno 28] {FULL}"),
+        ("begin", "0.0021 GB are to be written, and 0.00105 GB are free"),
+        ("role", f"actor rank 0: [Errno 28] {FULL}"),
+        ("commit", f"[Errno 28] {FULL}"),
+        ("publish", f"[Errno 28] {FULL}"),
     ],
 )
 def test_on_a_full_disk_the_last_good_checkpoint_stays_and_the_save_says_so(tmp_path, moment, reason):
@@ -272,7 +271,7 @@ def test_a_line_that_cannot_be_written_ends_the_run_with_the_file_and_the_last_g
                     say(error)
         say("closed")
         try:
-            RunDirectory(config, [], "cpu")
+            RunDirectory(config_of(tmp_path, name="y"), [], "cpu")
         except RunError as error:
             say(error)
 
@@ -284,7 +283,7 @@ def test_a_line_that_cannot_be_written_ends_the_run_with_the_file_and_the_last_g
     end = f"cannot be written: {FULL}; the last good checkpoint is {run}/checkpoints/step_000001, untouched"
     files = ("metrics.jsonl", "samples.jsonl", "failed_rewards.jsonl", "skipped/step_000002_1.pt")
     assert said[:5] == [*(f"{run / name} {end}" for name in files), "closed"], said
-    assert said[5].startswith(f"{run} cannot be written: {FULL}; ")
+    assert said[5:] == [f"{tmp_path}/y cannot be written: {FULL}; there is no earlier checkpoint"]
 
 
 # Which stay
@@ -335,11 +334,12 @@ def test_an_infinite_score_is_a_number(tmp_path):
 
 
 def test_a_link_to_the_best_goes_where_there_is_none_any_more(tmp_path):
-    for keep_best, names_there in ((1, ["best", "step_000001"]), (0, ["step_000001", "step_000002"])):
-        saver = saver_of(config_of(tmp_path, data=VALIDATED, checkpoint={"keep_best": keep_best}), [])
-        folders.remove_leftovers(saver.run.path / "checkpoints")
-        save(saver, 2 - keep_best, 0.5)
-        assert [name for name in names(saver) if "superseded" not in name] == names_there[: 1 + keep_best]
+    saver = saver_of(config_of(tmp_path, data=VALIDATED, checkpoint={"keep_best": 1}), [])
+    save(saver, 1, 0.5)
+    assert names(saver) == ["best", "step_000001"]
+    saver.config = config_of(tmp_path, data=VALIDATED)
+    save(saver, 2, 0.5)
+    assert names(saver) == ["step_000001", "step_000002"]
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"score": 1.0}', None])

@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -89,10 +90,14 @@ def train_straight(rank, model, folder, head, dtype, role, at, ema_decay):
     writer = Writer(engine, model)
     for name in ("middle", "straight"):
         (folder / name).mkdir(exist_ok=True)
+    trained_on = threading.Event()
+    writer._pool.submit(trained_on.wait, 60)  # what writes comes after it
     writer.start(folder / "middle", Contents(**EVERYTHING))
     reports = train(engine, range(at, at + 3), ema_decay)
     with pytest.raises(AssertionError, match="the last save was not finished"):
         writer.start(folder / "straight", Contents(**EVERYTHING))
+    assert not writer.is_written()
+    trained_on.set()
     writer.finish()
     writer.start(folder / "straight", Contents(**EVERYTHING))
     assert writer.finish()
@@ -113,12 +118,12 @@ def train_resumed(rank, model, folder, head, dtype, role, at, ema_decay):
 
 EXACT = {  # family, tied, head, dtype, steps before the save, EMA of the reference, number of ranks, RoleConfig
     "one rank, after a skipped step": ("qwen2", True, "lm", "bfloat16", 2, 0.9, 1, {}),
-    "before the first step, offloaded": ("llama", False, "lm", "float32", 0, None, 1, {"offload": "all"}),
-    "DP 2": ("qwen2", True, "lm", "bfloat16", 2, 0.9, 2, {}),
-    "TP 2": ("qwen3", False, "lm", "bfloat16", 2, None, 2, TP_SP),
-    "tied, PP 2": ("qwen2", True, "lm", "float32", 2, 0.9, 2, {"pipeline_parallel": 2}),
-    "critic": ("llama", False, "value", "float32", 2, None, 1, {}),
-    "experts, EP 2": ("qwen3_moe", False, "lm", "float32", 2, 0.9, 2, {"expert_parallel": 2}),
+    "before the first step": ("llama", False, "lm", "float32", 0, None, 1, {}),
+    "DP 2": ("qwen2", True, "lm", "bfloat16", 3, 0.9, 2, {}),
+    "TP 2": ("qwen3", False, "lm", "bfloat16", 3, None, 2, TP_SP),
+    "tied, PP 2": ("qwen2", True, "lm", "float32", 3, 0.9, 2, {"pipeline_parallel": 2}),
+    "critic": ("llama", False, "value", "float32", 3, None, 1, {}),
+    "experts, EP 2": ("qwen3_moe", False, "lm", "float32", 3, 0.9, 2, {"expert_parallel": 2}),
 }
 
 
@@ -206,6 +211,34 @@ def test_training_goes_on_under_another_layout(tmp_path, case):
     for i, expected_scores in before.items():
         assert after[i] == pytest.approx(expected_scores, abs=3e-6 if dtype == "float32" else 0.1)
     assert losses_after.tolist() == pytest.approx(losses.tolist(), rel=1e-6 if dtype == "float32" else 1e-2)
+
+
+def save_and_load_offloaded(rank, model, folder):
+    from megarl.engine import checkpoint
+
+    contents = checkpoint.Contents(optimizer=True)
+    for offload in ("none", "optimizer", "all"):
+        engine = make(model, "lm", "bfloat16", {"offload": offload})
+        engine.train_step(SAMPLES, sft_loss, 1e-3)
+        engine.place("generate")
+        if offload != "none":
+            for phase in ("generate", "score"):
+                engine.place(phase)
+                with pytest.raises(AssertionError, match=r"place\('update'\) comes first"):
+                    checkpoint.Writer(engine, model).start(folder / offload, contents)
+        engine.place("update")
+        checkpoint.save(engine, model, folder / offload, contents)
+        again = make(model, "lm", "bfloat16", {"offload": offload})
+        checkpoint.load(again, folder / offload, contents)
+        again.place("generate")
+        again.place("update")
+        checkpoint.save(again, model, folder / f"{offload} again", contents)
+
+
+def test_what_is_offloaded_is_back_on_the_device_for_a_save_and_the_same_is_saved(tmp_path):
+    run_ranks(save_and_load_offloaded, 1, write_model(tmp_path / "model", "qwen2", True), tmp_path)
+    files = [file.read_bytes() for file in tmp_path.glob("*/__0_0.distcp")]
+    assert len(files) == 6 and len(set(files)) == 1
 
 
 def names_on_disk(rank, model):

@@ -16,6 +16,8 @@ from megarl.sample import Prompt, Sample
 
 SAMPLES = [Sample.from_response(Prompt([], ids[:1]), ids[1:], group_id=0, index=0) for ids in ([1, 2, 3], [4, 5, 6, 7])]
 
+LIMITS = (1_000, 60_000, 100_000, 150_000)  # bytes of a file, of about 340_000: inside of small tensors and large ones
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
@@ -53,8 +55,9 @@ def save_on_failing_disks(rank, model, folder):
 
     for name in ("full disk", "no folder", "full disk for .metadata", "full disk for megarl.json"):
         attempt(name)
-    with small_files(100_000 if rank == 1 else resource.RLIM_INFINITY):
-        attempt("limit on files")
+    for limit in LIMITS:
+        with small_files(limit if rank == 1 else resource.RLIM_INFINITY):
+            attempt(f"limit {limit}")
     writer.model_path = folder / "removed"
     attempt("no model")
     writer.model_path = model
@@ -68,8 +71,8 @@ def save_on_failing_disks(rank, model, folder):
 
 
 def test_the_rank_that_cannot_write_says_why_the_others_do_not_wait_and_the_next_save_is_sound(model, tmp_path):
-    names = ("full disk", "full disk for .metadata", "full disk for megarl.json", "limit on files", "no model", "sound")
-    for name in names:
+    limits = [f"limit {limit}" for limit in LIMITS]
+    for name in ("full disk", "full disk for .metadata", "full disk for megarl.json", *limits, "no model", "sound"):
         (tmp_path / name).mkdir()
     (tmp_path / "full disk" / "__1_0.distcp").symlink_to("/dev/full")
     (tmp_path / "full disk for .metadata" / ".metadata.tmp").symlink_to("/dev/full")
@@ -81,7 +84,8 @@ def test_the_rank_that_cannot_write_says_why_the_others_do_not_wait_and_the_next
 
     full, missing = "[Errno 28] No space left on device", "[Errno 2] No such file or directory"
     assert (first["full disk"], second["full disk"]) == ([], message("full disk", full))
-    assert (first["limit on files"], second["limit on files"]) == ([], message("limit on files", "[Errno 27] File too large"))
+    for name in limits:
+        assert (first[name], second[name]) == ([], message(name, "[Errno 27] File too large"))
     for rank, told in enumerate((first, second)):
         path = tmp_path / "no folder" / f"__{rank}_0.distcp"
         assert told["no folder"] == message("no folder", f"{missing}: '{path}'")

@@ -93,15 +93,20 @@ def test_all_that_is_wrong_is_said_at_once(folder, capsys):
     arguments += ["--out", "toy", "--max-prompts", "0", "evaluation.major=true"]
     head, *lines = refusal(capsys, *arguments)
     assert head == "9 problems:"
-    assert lines[0] == "--model nowhere: no such folder: nowhere"
-    assert lines[1] == "--model model=toy/model: a model before it is named model too; NAME=PATH gives it a name"
-    assert lines[2] == "override evaluation.major=true: unknown key; did you mean evaluation.majority?"
-    assert lines[3] == "--out toy: toy exists already; an evaluation never overwrites"
-    assert lines[4] == "--max-prompts 0: wanted 1 or more"
-    assert lines[5] == "--data no.jsonl: data.validation: no such file: no.jsonl"
-    assert lines[6].startswith("--reward foo: algorithm.reward.foo: given 'foo', valid: ")
-    assert lines[7].startswith("--pass-at 1,8: evaluation.pass_at: given [1, 8], but evaluation.samples_per_pro")
-    assert lines[8].startswith("--samples-per-prompt 4: evaluation.samples_per_prompt: given 4, but evaluation.temper")
+    assert lines[:5] == [
+        "--model nowhere: no such folder: nowhere",
+        "--model model=toy/model: a model before it is named model too; NAME=PATH gives it a name",
+        "override evaluation.major=true: unknown key; did you mean evaluation.majority?",
+        "--out toy: toy exists already; an evaluation never overwrites",
+        "--max-prompts 0: wanted 1 or more",
+    ]
+    for beginning in (
+        "--data no.jsonl: data.validation: no such file: no.jsonl",
+        "--reward foo: algorithm.reward.foo: given 'foo', valid: ",
+        "--pass-at 1,8: evaluation.pass_at: given [1, 8], but evaluation.samples_per_prompt is 4, and pass@k needs k",
+        "--samples-per-prompt 4: evaluation.samples_per_prompt: given 4, but evaluation.temperature is 0, and greedy",
+    ):
+        assert sum(line.startswith(beginning) for line in lines[5:]) == 1, beginning
     assert sorted(path.name for path in folder.iterdir()) == ["base.yaml", "letters.py", "toy"]
 
 

@@ -5,11 +5,14 @@ import os
 from pathlib import Path
 
 import torch
+import yaml
 from huggingface_hub import StateDictSplit, split_torch_state_dict_into_shards
 
-from megarl.checkpoint.folder import NAME, record_all, role_folder, step_of, sync_directory
+from megarl.checkpoint.folder import CONFIG, NAME, record_all, role_folder, step_of, sync_directory
+from megarl.config_file import Loader
 from megarl.engine.hf.conversion import describe, new_folder, require_room
 from megarl.engine.hf.files import HF_FOLDER, copy_small_files
+from megarl.engine.hf.peft import write_peft
 from megarl.engine.hf.role_weights import RoleWeights
 from megarl.engine.hf.streaming import write_safetensors
 from megarl.errors import ConfigError
@@ -57,6 +60,41 @@ def export_hf(
         os.replace(partial, out)
     sync_directory(out.parent)
     return "\n".join(lines)
+
+
+def export_peft(
+    run_or_checkpoint: str | Path, out: str | Path, role: str = "actor", base_model: str | None = None
+) -> str:
+    """Write `out` as PEFT and servers read adapters, of a checkpoint with LoRA; returns lines about it.
+
+    `base_model`: what they are adapters of; None: the model folder that the run began with. Raises as `export_hf`, and
+    ConfigError where the role has no adapters.
+    """
+    out = Path(out)
+    with new_folder(out) as partial:
+        source = role_folder(run_or_checkpoint, role)
+        weights = RoleWeights(source)
+        if weights.lora is None:
+            raise ConfigError(f"{source} has no adapters: it was trained whole (roles.{role}.lora)")
+        head = {name: tensor for name, tensor in weights.hf_tensors() if name.startswith("score.")} if weights.head == "value" else {}
+        copy_small_files(source / HF_FOLDER, partial)
+        for name in ("config.json", "generation_config.json"):  # which are the base model's
+            (partial / name).unlink(missing_ok=True)
+        base_model = base_model or began_with(source.resolve().parent, role)
+        write_peft(partial, base_model, weights.lora, weights.shape, weights.adapters(), head)
+        line = describe(partial, source, weights.dtype, record_all(partial, ["adapter_model.safetensors"]))
+        os.replace(partial, out)
+    sync_directory(out.parent)
+    return f"wrote {out} from {source}, adapters of {base_model}\n{line}"
+
+
+def began_with(checkpoint: Path, role: str) -> str:
+    """The model folder that a role of a run began with."""
+    file = checkpoint / CONFIG
+    if not file.is_file():
+        raise ConfigError(f"{file} does not exist, which names the base model: --base-model does too")
+    config = yaml.load(file.read_text(encoding="utf-8"), Loader)
+    return (config["roles"].get(role) or {}).get("path") or config["model"]["path"]
 
 
 def plan_files(shapes: dict[str, torch.Tensor], max_shard_size: str) -> StateDictSplit:

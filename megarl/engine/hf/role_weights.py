@@ -7,9 +7,11 @@ from pathlib import Path
 import torch
 
 from megarl.checkpoint.folder import MANIFEST, ROLE_FILE, verify
+from megarl.config_lora import LoraConfig
 from megarl.engine.hf.files import HF_FOLDER
 from megarl.engine.hf.layout import StoredWeight, stored_weights
-from megarl.engine.hf.mapping import from_shards
+from megarl.engine.hf.mapping import Parameter, from_shards
+from megarl.engine.hf.peft import merge, stored_adapters
 from megarl.engine.hf.shape import ModelShape
 from megarl.engine.hf.streaming import StoredTensors
 from megarl.errors import ConfigError
@@ -29,8 +31,10 @@ class RoleWeights:
         self.dtype: str = about["dtype"]
         self.head: str = about.get("head", "lm")  # a checkpoint that names none is of a language model
         self.shape = ModelShape.read(folder / HF_FOLDER)
+        self.lora = LoraConfig(**about["lora"]) if about.get("lora") else None
         self._stored = StoredTensors(folder)
         self._weights = stored_weights(self.shape, self.head)
+        self._adapters = stored_adapters(self.shape, self.lora) if self.lora else []
         if found := [*self._not_listed(), *self._misfits()]:
             raise ConfigError(f"{folder}: {'; '.join(found)}")
 
@@ -49,10 +53,16 @@ class RoleWeights:
         return self._stored.read(VALUE_HEAD_BIAS, ()).item() if VALUE_HEAD_BIAS in self._stored.sizes else 0.0
 
     def _whole(self, weight: StoredWeight) -> torch.Tensor:
-        """What is exported of a weight."""
+        """What is exported of a weight: with its adapter, where it has one."""
         if weight.key == VALUE_HEAD_BIAS:  # without one SGLang's classes for Qwen leave theirs at random values
             return torch.tensor([self.value_head_bias()])
-        return self._stored.read(weight.key, weight.index)
+        whole = self._stored.read(weight.key, weight.index)
+        matrices = [self._stored.read(a.key, a.index) for a in self._adapters if a.parameter.adapted == weight.parameter]
+        return merge(whole, *matrices, self.lora.scale) if matrices else whole
+
+    def adapters(self) -> dict[Parameter, torch.Tensor]:
+        """LoRA's matrices A and B, whole."""
+        return {adapter.parameter: self._stored.read(adapter.key, adapter.index) for adapter in self._adapters}
 
     def _not_listed(self) -> Iterator[str]:
         """Data files that the manifest, where there is one, does not know: their digests were not compared."""
@@ -64,7 +74,7 @@ class RoleWeights:
 
     def _misfits(self) -> Iterator[str]:
         sizes = self._stored.sizes
-        weights = {weight.key: weight for weight in self._weights}
+        weights = {weight.key: weight for weight in [*self._weights, *self._adapters]}
         for key, weight in weights.items():
             expected = [*weight.stack, *weight.size]
             if key not in sizes and key != VALUE_HEAD_BIAS:

@@ -31,8 +31,9 @@ def compare(role_folder: Path, hf_folder: Path) -> str:
     config = json.loads((hf_folder / "config.json").read_text())
     sequences = random_sequences(ModelShape.read(role_folder / HF_FOLDER), config.get("pad_token_id"))
     hf_dtype = widest_dtype(tensors_in(hf_folder))
-    head, has_bias = about.get("head", "lm"), about.get("value_head_bias", False)
-    our_exact, ours = megatron_predictions(role_folder, head, has_bias, hf_dtype, sequences)
+    head = about.get("head", "lm")
+    role = CriticConfig(value_head_bias=about.get("value_head_bias", False), lora=about.get("lora"))
+    our_exact, ours = megatron_predictions(role_folder, head, role, hf_dtype, sequences)
     their_exact, theirs = transformers_predictions(hf_folder, head, about["dtype"], sequences)
     difference = float((ours - theirs).abs().max())
     what = "scores" if head == "value" else "log-probs"
@@ -54,11 +55,10 @@ def random_sequences(shape: ModelShape, pad_token_id: int | None) -> list[list[i
 
 
 def megatron_predictions(
-    role_folder: Path, head: str, has_bias: bool, dtype: str, sequences: list[list[int]]
+    role_folder: Path, head: str, role: CriticConfig, dtype: str, sequences: list[list[int]]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(as stored, with weights rounded to `dtype`): log-probs of all tokens but the first of each sequence, one after
     another, or the score of each."""
-    role = CriticConfig(value_head_bias=has_bias)
     parallel.initialize(0, 1, "127.0.0.1", free_port("127.0.0.1"), role, seed=0)
     try:
         model = ModelConfig(path=str(role_folder / HF_FOLDER), dtype="float32", transformer_impl="local")
