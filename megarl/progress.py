@@ -47,7 +47,7 @@ class Progress:
         self.owes_validation = True  # of that step
         self._state: LoopState | None = None
         self._is_best = False
-        self._lacks_score = False  # what is published of the last step
+        self._lacks_validation = False  # what is published of the last step
         for folder in run.set_aside:
             console.line(f"set aside, as the run goes on from an earlier step: {folder}")
         if resume is not None:
@@ -55,7 +55,7 @@ class Progress:
             self.best.load_state_dict(resume.state["best"])
             self.saver.reference_was_saved = resume.has_reference()
             if resume.in_place:
-                self.saver.published, self._lacks_score = self.step, self.owes_validation
+                self.saver.published, self._lacks_validation = self.step, self.owes_validation
 
     @contextmanager
     def following(self, loop: Loop, roles: dict[str, RoleGroup]) -> Iterator[None]:
@@ -108,7 +108,7 @@ class Progress:
         """The step is done, and its metrics are logged."""
         trainer = self.config.trainer
         self.step, self.owes_validation = step, trainer.is_due(step, trainer.evaluate_every)
-        self._is_best, self._lacks_score = False, False
+        self._is_best, self._lacks_validation = False, False
         self._state = self._state_now()
         self.interrupts.release()
 
@@ -126,8 +126,9 @@ class Progress:
     def finish_step(self) -> None:
         """Commit what was begun in the step, or save it now where it is the best or the last."""
         keeps_best = self.config.checkpoint.keep_best > 0 or self.config.trainer.early_stop is not None
-        is_wanted = (self._is_best and keeps_best) or self.best.why_stop()
-        is_there = self.saver.published == self.step and not (self._is_best and self._lacks_score)
+        is_last = self.step == self.config.trainer.steps or self.best.why_stop()
+        is_wanted = is_last or (self._is_best and keeps_best)
+        is_there = self.saver.published == self.step and not self._lacks_validation
         with self.interrupts.held(f"the save of step {self.step}"):
             if is_wanted and not self.saver.is_open and not is_there:
                 self.saver.begin(self.step, self.loop.hold)

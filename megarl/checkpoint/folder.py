@@ -22,6 +22,7 @@ from typing import TypedDict
 from megarl.errors import ConfigError
 
 MANIFEST, STATE, KEPT, CONFIG = "manifest.json", "state.json", "kept.jsonl", "config.yaml"
+HF_FOLDER = "hf"  # of a role folder: the small files of its model
 ROLE_FILE = "megarl.json"  # a folder that has it is a role's
 BEST = "best"  # a link to the checkpoint of the best validation
 PARTIAL, REMOVED, SUPERSEDED = ".partial", ".removed", ".superseded"

@@ -37,10 +37,10 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import BytesIOWriteData, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from megarl.checkpoint.folder import ROLE_FILE, FileRecord, file_names, record
+from megarl.checkpoint.folder import HF_FOLDER, ROLE_FILE, FileRecord, file_names, record
 from megarl.engine import optimizer_state, parallel
 from megarl.engine.engine import Engine
-from megarl.engine.hf.files import HF_FOLDER, copy_small_files
+from megarl.engine.hf.files import copy_small_files
 from megarl.engine.hf.streaming import COMMON_STATE, MEGATRON_FORMAT, StoredTensors
 from megarl.engine.offload import HostMemory
 from megarl.errors import ConfigError, RunError

@@ -8,10 +8,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.checkpoint.folder import BEST, MANIFEST, ROLE_FILE, problems, role_folder
+from megarl.checkpoint.folder import BEST, HF_FOLDER, MANIFEST, ROLE_FILE, problems, role_folder
 from megarl.errors import ConfigError
 
-HF_FOLDER = "hf"  # of a role folder: as megarl.engine.hf.files has it, which loads torch
 NAME = r"\w[\w.-]*"  # of files too
 DTYPES = ("float32", "bfloat16")
 

@@ -6,7 +6,11 @@
 
 Which of them is told by the name of the first parameter. Keyword-only parameters are the options that a config may
 give. A dict is named parts, whose sum is the reward, or whose "reward" is, where it has that key: the others are then
-only logged. A new rule is one file and one line here; `pkg.module:function` is taken as well.
+only logged. A new rule is one file and one line here; `pkg.module:function` is taken as well. Its module may also have
+
+    def answer_of(response: str) -> str | None
+
+which gives a response's final answer, as the same text for equal answers: by it `megarl eval` counts maj@k.
 """
 
 import importlib

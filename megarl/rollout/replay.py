@@ -101,7 +101,14 @@ class Replay:
         pass
 
     def generate(
-        self, name: str, prompts: list[Prompt], group_size: int, tokenizer, temperature=None, seeds=None
+        self,
+        name: str,
+        prompts: list[Prompt],
+        group_size: int,
+        tokenizer,
+        temperature=None,
+        seeds=None,
+        max_new_tokens=None,
     ) -> list[Sample]:
         return self.recording.load(name, prompts, group_size)
 

@@ -7,14 +7,15 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from saving import METRIC, Role, config_of, saver_of
+from saving import METRIC, Role, config_of
 from scoring import scorer
 
 from megarl.checkpoint import resume
 from megarl.checkpoint.best import BestValidation
-from megarl.checkpoint.saver import LoopState
+from megarl.checkpoint.saver import LoopState, Saver
 from megarl.collect import Collector
 from megarl.config import Config
+from megarl.config_file import dump
 from megarl.data.stream import PromptStream
 from megarl.errors import ConfigError, RunError
 from megarl.sample import Prompt, Sample, Status
@@ -28,20 +29,18 @@ def prompts_of(count: int, file: str = "t") -> list[Prompt]:
 def checkpoint(config: Config, step: int, stream: PromptStream | None = None, kept=(), **values) -> Path:
     """Save a step of a run, without its metrics."""
     stream = stream or PromptStream(prompts_of(10), config.seed)
-    roles = {name: Role() for name in config.roles.trained}
-    saver = saver_of(config, [], **roles) if not (config.run_path / "config.yaml").exists() else None
-    saver = saver or SAVERS[config.run_path]
-    SAVERS[config.run_path] = saver
-    saver.use(roles)
+    checkpoints = config.run_path / "checkpoints"
+    checkpoints.mkdir(parents=True, exist_ok=True)
+    (config.run_path / "config.yaml").write_text(dump(config.model_dump(mode="json")))
+    run = SimpleNamespace(path=config.run_path, checkpoint=lambda name: checkpoints / name)
+    saver = Saver(config, run, None, SimpleNamespace(line=lambda text: None))
+    saver.use({name: Role() for name in config.roles.trained})
     best = BestValidation.of(config).state_dict()
     state = {"data": stream.state_dict(), "num_groups": 0, "best": best, "is_validated": True} | values
     saver.begin(step, hold=lambda role: None)
     saver.commit(LoopState(step, state, list(kept)))
     saver.settle()
-    return saver.run.checkpoint(f"step_{step:06d}")
-
-
-SAVERS: dict[Path, object] = {}
+    return checkpoints / f"step_{step:06d}"
 
 
 def find(config: Config, mode: str, allow: bool = False) -> tuple[resume.Resume | None, list[str]]:

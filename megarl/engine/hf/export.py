@@ -8,10 +8,10 @@ import torch
 import yaml
 from huggingface_hub import StateDictSplit, split_torch_state_dict_into_shards
 
-from megarl.checkpoint.folder import CONFIG, NAME, record_all, role_folder, step_of, sync_directory
+from megarl.checkpoint.folder import CONFIG, HF_FOLDER, NAME, record_all, role_folder, step_of, sync_directory
 from megarl.config_file import Loader
 from megarl.engine.hf.conversion import describe, new_folder, require_room
-from megarl.engine.hf.files import HF_FOLDER, copy_small_files
+from megarl.engine.hf.files import copy_small_files
 from megarl.engine.hf.peft import write_peft
 from megarl.engine.hf.role_weights import RoleWeights
 from megarl.engine.hf.streaming import write_safetensors

@@ -10,7 +10,6 @@ from safetensors import SafetensorError, safe_open
 
 from megarl.errors import ConfigError
 
-HF_FOLDER = "hf"  # of a role folder: the small files of its model
 SMALL_FILES = ("*.json", "*.model", "*.jinja", "*.txt")  # all but weights
 NAMED_TEMPLATES = "additional_chat_templates"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -6,9 +6,9 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from megarl.checkpoint.folder import ROLE_FILE, file_names, publish, record_all
+from megarl.checkpoint.folder import HF_FOLDER, ROLE_FILE, file_names, publish, record_all
 from megarl.engine.hf.conversion import describe, new_folder, require_room
-from megarl.engine.hf.files import DTYPES, HF_FOLDER, TensorInFile, copy_small_files, tensors_in
+from megarl.engine.hf.files import DTYPES, TensorInFile, copy_small_files, tensors_in
 from megarl.engine.hf.layout import StoredWeight, stored_weights
 from megarl.engine.hf.mapping import to_shard
 from megarl.engine.hf.shape import ModelShape

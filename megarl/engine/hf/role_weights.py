@@ -6,9 +6,8 @@ from pathlib import Path
 
 import torch
 
-from megarl.checkpoint.folder import MANIFEST, ROLE_FILE, verify
+from megarl.checkpoint.folder import HF_FOLDER, MANIFEST, ROLE_FILE, verify
 from megarl.config_lora import LoraConfig
-from megarl.engine.hf.files import HF_FOLDER
 from megarl.engine.hf.layout import StoredWeight, stored_weights
 from megarl.engine.hf.mapping import Parameter, from_shards
 from megarl.engine.hf.peft import merge, stored_adapters

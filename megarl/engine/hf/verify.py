@@ -5,12 +5,12 @@ from pathlib import Path
 
 import torch
 
-from megarl.checkpoint.folder import ROLE_FILE
+from megarl.checkpoint.folder import HF_FOLDER, ROLE_FILE
 from megarl.config import CriticConfig, ModelConfig
 from megarl.data.responses import with_score_token
 from megarl.engine import checkpoint, parallel
 from megarl.engine.engine import Engine
-from megarl.engine.hf.files import HF_FOLDER, tensors_in
+from megarl.engine.hf.files import tensors_in
 from megarl.engine.hf.import_hf import SCORE_BIAS, read_tensor, widest_dtype
 from megarl.engine.hf.shape import ModelShape
 from megarl.errors import RunError
