@@ -46,6 +46,11 @@ class Role:
         except OSError as error:
             raise RunError(f"actor rank 0: {error}") from error
 
+    def close(self) -> None:
+        """As a rank that is ended: it writes no more."""
+        self.may_write.set()
+        self._pool.shutdown()
+
     def _write(self, folder: Path, content: str) -> dict[str, FileRecord]:
         self.may_write.wait(60)
         (folder / "megarl.json").write_text('{"dtype": "float32", "head": "lm"}\n')

@@ -113,7 +113,7 @@ def test_the_same_signal_once_more_ends_the_run_at_once_held_or_not():
 def test_a_signal_that_is_delivered_twice_is_one(monkeypatch, work):
     """By srun to all processes of a step, and by the batch script to its child."""
     monkeypatch.setattr(interrupt, "SAME_S", 30.0)
-    with Child(lambda say: interruptible(say, work, deadline_s=1.0)) as child:
+    with Child(lambda say: interruptible(say, work, deadline_s=0.3)) as child:
         assert child.line() == "ready"
         child.kill(USR1)
         if work is wait_for_signals:
@@ -123,7 +123,7 @@ def test_a_signal_that_is_delivered_twice_is_one(monkeypatch, work):
             child.kill(USR1)
             time.sleep(0.02)
         what = "the save" if work is wait_for_signals else "step 7"
-        late = "SIGUSR1: no checkpoint was complete within 1 s (checkpoint.deadline_s), waiting for"
+        late = "SIGUSR1: no checkpoint was complete within 0.3 s (checkpoint.deadline_s), waiting for"
         assert child.rest() == [f"RunError: {late} {what}; the earlier ones are as they were"]
 
 

@@ -77,6 +77,7 @@ class Trainer:
                     self.happens(step, "reached")
                     self.validate()
         finally:
+            self.role.close()
             self.saver.clear()
         return self
 
@@ -183,13 +184,14 @@ def test_a_metric_that_the_run_does_not_have_ends_it_with_those_that_it_has(tmp_
 MOMENTS = ("generate", "score", "update", "push", "reached", "validate", "validated", "finished")
 
 
+@pytest.mark.parametrize("steps", [(2, 7), pytest.param(range(8), marks=pytest.mark.soak)])
 @pytest.mark.parametrize("keeps_best", [False, True])
-def test_wherever_a_signal_comes_the_run_is_saved_after_its_last_whole_step_and_goes_on_from_there(tmp_path, keeps_best):
+def test_wherever_a_signal_comes_the_run_is_saved_after_its_last_whole_step_and_goes_on_from_there(tmp_path, keeps_best, steps):
     """Weights, prompts, validations and what is the best become those of the run that was not interrupted."""
     checkpoint = {"keep_best": 1, "keep_last": 2} if keeps_best else {}
     whole = Trainer(config_with(tmp_path, "whole", checkpoint=checkpoint)).train()
     expected = saved(newest_complete(whole.run.path)[0])
-    for step in range(8):
+    for step in steps:
         for moment in MOMENTS:
             config = config_with(tmp_path, f"{step} {moment}", checkpoint=checkpoint)
             first = Trainer(config, at={(step, moment): terminate})
@@ -275,12 +277,10 @@ def test_a_save_that_takes_longer_than_the_deadline_ends_with_the_reason(tmp_pat
     trainer = Trainer(config, at={(5, "generate"): lambda: (trainer.role.may_write.clear(), terminate())})
     with pytest.raises(RunError) as error:
         trainer.train()
-    trainer.role.may_write.set()
     why = "SIGTERM: no checkpoint was complete within 0.2 s (checkpoint.deadline_s), waiting for the save of step 4"
     good = f"the last good checkpoint is {config.run_path}/checkpoints/step_000003, untouched"
     assert str(error.value) == f"step 4 was not saved: {why}; the earlier ones are as they were; {good}"
-    assert names(trainer) == ["step_000003"] or names(trainer) == ["step_000003", "step_000004.partial"]
-    assert newest_complete(config.run_path)[0].name == "step_000003"
+    assert names(trainer) == ["step_000003"]
 
 
 def test_a_step_that_does_not_end_within_the_deadline_is_named(tmp_path):

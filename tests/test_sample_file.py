@@ -18,7 +18,7 @@ from megarl.sample_file import read_samples, write_samples
 FLOATS = [field.name for field in dataclasses.fields(Sample) if field.type == torch.Tensor | None]
 # Ends of lines to `str.splitlines`, what JSON escapes, and halves of characters, which alone are no text.
 ODD = "\n\r\u2028\u2029\x85\x1c\x0b\0\"\\\ud83d\udfff\ufeff😀ü "
-texts = st.text(st.one_of(st.sampled_from(ODD), st.characters(exclude_categories=("Cs",))), max_size=20)
+texts = st.lists(st.sampled_from(list(ODD)) | st.characters(), max_size=9).map("".join)  # st.text drops the halves
 # Two halves side by side are one character to JSON.
 texts = texts.filter(lambda text: text == json.loads(json.dumps(text)))
 numbers = st.one_of(st.floats(), st.integers(-5, 5))

@@ -4,6 +4,7 @@ A role folder holds Megatron's own files, megarl.json with what `load` must know
 generation config of the model, so that it can be exported where the model's folder is gone.
 """
 
+import functools
 import json
 import math
 import random
@@ -49,6 +50,9 @@ REFERENCE = "reference."
 # transformer-engine's, empty but for FP8: without it both layer implementations read a checkpoint
 EXTRA_STATE = re.compile(r".*_extra_state\d*")  # a number where one module holds several experts
 DATA_SUFFIX = ".distcp"  # of the files that hold a rank's tensors
+FILE_BYTES, NUM_FILES = 2**30, 8  # from which size a rank writes one file more, and how many at most
+Entry = tuple[WriteItem, object]  # where in the checkpoint it belongs, what is stored there
+_properties = functools.cache(TensorProperties)  # of thousands of tensors: what is one object is gathered once
 
 
 @dataclass(frozen=True)
@@ -93,24 +97,23 @@ class Writer:
         if parallel.is_rank_zero():
             entries.append((WriteItem(MetadataIndex(COMMON_STATE), WriteItemType.BYTE_IO, BytesIOWriteData(0)), [{}]))
         self._items = [item for item, _ in entries]
-        file = self.folder / f"__{torch.distributed.get_rank()}_0{DATA_SUFFIX}"
-        self._writing = self._pool.submit(_write, file, entries)
+        self._writing = self._pool.submit(_write, self.folder, torch.distributed.get_rank(), entries)
         return sum(shard.data.nbytes for shard in tensors)
 
     def is_written(self) -> bool:
-        """Whether `finish` would not wait for this rank's file."""
+        """Whether `finish` would not wait for this rank's files."""
         return self._writing is not None and self._writing.done()
 
     def finish(self) -> dict[str, FileRecord]:
         """Wait until all is written; the records of this rank's files, by their names in the folder. Collective.
 
-        Raises RunError on the ranks that could not write; on the others nothing is to be relied on then.
+        Raises RunError on the ranks that could not write; what the others return is of no use then.
         """
         assert self._writing is not None, "no save was started"
         writing, self._writing = self._writing, None
         failure = writing.exception()
         results, records = ([], {}) if failure else writing.result()
-        gathered = _gather_to_rank_zero((self._items, results))
+        gathered = parallel.gather_to_rank_zero((self._items, results))
         if parallel.any_rank(failure is not None):
             if failure is not None:
                 raise RunError(f"{self.folder} cannot be written: {failure}") from failure
@@ -133,13 +136,13 @@ class Writer:
         (self.folder / name).write_text(json.dumps(content))
         copy_small_files(self.model_path, self.folder / HF_FOLDER)
         if not (self.folder / HF_FOLDER / "config.json").is_file():
-            raise RunError(f"{self.model_path} is there no more: {self.folder} would lack the model's config and tokenizer")
+            raise RunError(f"{self.model_path} is there no more: {self.folder} would lack config and tokenizer")
         (self.folder / ROLE_FILE).write_text(json.dumps(self._about) + "\n")
         others = (name for name in file_names(self.folder) if not name.endswith(DATA_SUFFIX))
         return {name: record(self.folder / name) for name in others}
 
     def _copy_to_host(self, shards: list[ShardedTensor]) -> None:
-        """Put host copies in the place of the engine's tensors, in the shape of the whole tensor's dimensions."""
+        """Put host copies in the place of the engine's tensors, with the dimensions that stack layers and experts."""
         parts = self._memory.parts([shard.data.nbytes for shard in shards])
         for shard, part in zip(shards, parts):
             copy = part.view(shard.dtype).view(shard.data.shape)
@@ -172,6 +175,7 @@ def load(engine: Engine, folder: str | Path, contents: Contents = Contents()) ->
     if misfits := _misfits(engine, about, contents):
         raise ConfigError(f"{folder} {', and '.join(misfits)}")
     assert contents.optimizer or engine.optimizer is None, "an optimizer holds its own copy of the weights"
+    assert not contents.optimizer or optimizer_state.num_steps(engine.optimizer) == 0, "the optimizer has made steps"
     engine.require("update" if contents.optimizer else "score")
     if contents.optimizer and about["optimizer_steps"]:
         optimizer_state.make_moments(engine.optimizer, about["optimizer_steps"])
@@ -281,20 +285,40 @@ def _set_generators(states: dict) -> None:
     tensor_parallel.get_cuda_rng_tracker().set_states(states["tensor_parallel"])
 
 
-def _entry(shard: ShardedTensor | ShardedObject) -> tuple[WriteItem, object]:
-    """(Where it belongs, what is stored there)."""
+def _entry(shard: ShardedTensor | ShardedObject) -> Entry:
     if isinstance(shard, ShardedObject):
         item = WriteItem(MetadataIndex(shard.unique_key), WriteItemType.BYTE_IO, BytesIOWriteData(0))
         return item, [shard.data]  # Megatron's load takes it out of a list
     chunk = ChunkStorageMetadata(torch.Size(shard.global_offset), shard.data.shape)
-    data = TensorWriteData(chunk, TensorProperties(dtype=shard.dtype), torch.Size(shard.global_shape))
+    data = TensorWriteData(chunk, _properties(dtype=shard.dtype), torch.Size(shard.global_shape))
     return WriteItem(MetadataIndex(shard.key, chunk.offsets), WriteItemType.SHARD, tensor_data=data), shard.data
 
 
-def _write(file: Path, entries: list[tuple[WriteItem, object]]) -> tuple[list[WriteResult], dict[str, FileRecord]]:
-    """The file of one rank, if it has anything to write. Raises OSError that gives the reason where it cannot."""
+def _write(folder: Path, rank: int, entries: list[Entry]) -> tuple[list[WriteResult], dict[str, FileRecord]]:
+    """The files of one rank, at the same time; none where it has nothing to write. Raises OSError that gives the reason
+    where it cannot."""
     if not entries:
         return [], {}
+    num_bytes = sum(value.nbytes for _, value in entries if isinstance(value, torch.Tensor))
+    parts = _split(entries, min(NUM_FILES, 1 + num_bytes // FILE_BYTES))
+    files = [folder / f"__{rank}_{i}{DATA_SUFFIX}" for i in range(len(parts))]
+    with ThreadPoolExecutor(len(parts)) as pool:
+        written = list(pool.map(_write_file, files, parts))
+    return [result for results, _ in written for result in results], {f.name: r for f, (_, r) in zip(files, written)}
+
+
+def _split(entries: list[Entry], number: int) -> list[list[Entry]]:
+    """Into parts of about the same size: the largest first, each to the part that has least."""
+    parts: list[list[Entry]] = [[] for _ in range(number)]
+    sizes = [0] * number
+    for entry in sorted(entries, key=lambda entry: -getattr(entry[1], "nbytes", 0)):
+        least = sizes.index(min(sizes))
+        parts[least].append(entry)
+        sizes[least] += getattr(entry[1], "nbytes", 0)
+    return [part for part in parts if part]
+
+
+def _write_file(file: Path, entries: list[Entry]) -> tuple[list[WriteResult], FileRecord]:
     results = []
     try:
         with open(file, "wb") as stream:
@@ -303,7 +327,7 @@ def _write(file: Path, entries: list[tuple[WriteItem, object]]) -> tuple[list[Wr
                 torch.save(value, stream)
                 size = stream.tell() - start
                 results.append(WriteResult(item.index, size, _StorageInfo(file.name, start, size)))
-        return results, {file.name: record(file)}
+        return results, record(file)
     except RuntimeError as error:  # torch says that its archive is cut short, and not why
         raise error.__context__ if isinstance(error.__context__, OSError) else error
 
@@ -313,10 +337,3 @@ def _check_whole(metadata: Metadata) -> None:
         if isinstance(tensor, TensorStorageMetadata):
             stored = sum(math.prod(chunk.sizes) for chunk in tensor.chunks)
             assert stored == math.prod(tensor.size), f"{stored} numbers of {key} {list(tensor.size)} are stored"
-
-
-def _gather_to_rank_zero(value: object) -> list | None:
-    """The values of all ranks of the role on its first one; None on the others."""
-    gathered = [None] * torch.distributed.get_world_size() if parallel.is_rank_zero() else None
-    torch.distributed.gather_object(value, gathered)
-    return gathered

@@ -52,8 +52,6 @@ _CUDA_FUNCTIONS = {
     ],
     "transformer.moe.router": ["Router.gating"],
     "transformer.moe.token_dispatcher": ["MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize"],
-    "dist_checkpointing.strategies.filesystem_async": ["FileSystemWriterAsync.preload_tensors"],
-    "dist_checkpointing.strategies.state_dict_saver": ["save_state_dict_async_finalize", "verify_global_md_reuse"],
 }
 
 

@@ -1,8 +1,9 @@
 """The distributed optimizer's state as parts of whole tensors, so that any layout reads what any other wrote.
 
-A data-parallel rank holds one range of a parameter's flattened master weights and moments. Megatron's reshardable format
-first gathers all of them on every rank, which takes host memory and time for the whole model per rank. Here a range is
-cut into boxes of the whole tensor instead: torch's distributed checkpoint stores those, and reads any others from them.
+A data-parallel rank holds one range of a parameter's flattened master weights and moments. Megatron's reshardable
+format first gathers all of them on every rank, which takes host memory and time for the whole model per rank. Here a
+range is cut into boxes of the whole tensor instead: torch's distributed checkpoint stores those, and reads any others
+from them.
 """
 
 import math
@@ -74,7 +75,7 @@ def _states(distributed: DistributedOptimizer, parameter: torch.nn.Parameter) ->
 def boxes_of(
     weight: ShardedTensor | ShardedTensorFactory, prefix: str, flat: torch.Tensor, start: int
 ) -> Iterator[ShardedTensor]:
-    """Views of `flat`, which belongs to the entries of a weight's shard from `start` on, as boxes of the whole tensor."""
+    """Views of `flat`, which are the entries of a weight's shard from `start` on, as boxes of the whole tensor."""
     shards = nested_values(weight.build()) if isinstance(weight, ShardedTensorFactory) else [weight]
     for shard in shards:
         assert shard.data.is_contiguous(), f"{shard.key} is not contiguous"
@@ -98,8 +99,9 @@ def boxes_of(
 
 
 def boxes(shape: Sequence[int], begin: int, end: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
-    """(corner, sizes, offset from `begin`) of boxes that, one after another, are the entries from `begin` up to `end` of
-    a tensor of `shape` in row-major order: part of a row, whole rows, part of a row, and so on inside of those parts."""
+    """(corner, sizes, offset from `begin`) of boxes that, one after another, are the entries from `begin` up to `end`
+    of a tensor of `shape` in row-major order: part of a row, whole rows, part of a row, and so on inside of those
+    parts."""
     if begin >= end:
         return
     row = math.prod(shape[1:])

@@ -206,6 +206,13 @@ def any_rank(flag: bool) -> bool:
     return bool(flags)
 
 
+def gather_to_rank_zero(value: object) -> list | None:
+    """The values of all ranks of the role on its first one; None on the others."""
+    gathered = [None] * dist.get_world_size() if is_rank_zero() else None
+    dist.gather_object(value, gathered)
+    return gathered
+
+
 def tensor_parallel_max_(tensor: torch.Tensor) -> torch.Tensor:
     return _tensor_parallel_reduce_(tensor, dist.ReduceOp.MAX)
 

@@ -69,7 +69,7 @@ def check_recordings(config: Config, resume: Resume | None) -> None:
         last = max((step for step in steps if recording.file(round_name(step, 1)).is_file()), default=trainer.steps)
         steps = range(done + 1, last + 1)
     names = [round_name(step, 1) for step in steps]
-    if config.data.validation and config.algorithm.reward:
+    if config.data.validation:
         due = [step for step in steps if trainer.is_due(step, trainer.evaluate_every)]
         owed = [done] if resume is None or not resume.state["is_validated"] else []
         names += [validation_name(step) for step in (*owed, *due)]

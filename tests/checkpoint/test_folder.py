@@ -165,6 +165,25 @@ def test_records_that_are_known_are_not_made_again(tmp_path):
     assert MANIFEST not in json.loads((folder / MANIFEST).read_text())["files"]
 
 
+def test_a_checkpoint_gets_its_name_when_all_of_it_is_on_the_disk(tmp_path, monkeypatch):
+    """And the next removal begins when its name is."""
+    make(tmp_path, 4, "old")
+    done: list[str] = []
+
+    def note(file: Path) -> None:
+        done.append(str(file.relative_to(tmp_path / "checkpoints")))
+
+    monkeypatch.setattr(os, "fsync", lambda descriptor: note(Path(f"/proc/self/fd/{descriptor}").readlink()))
+    for name, function in (("put_in_place", folders.put_in_place), ("remove", folders.remove)):
+        wrapped = lambda *paths, name=name, function=function: (done.append(name), function(*paths))[1]  # noqa: E731
+        monkeypatch.setattr(folders, name, wrapped)
+    make(tmp_path, 4, "new")
+    at = done.index("put_in_place")
+    parts = ["", "/actor", "/actor/hf", *(f"/{name}" for name in (*NAMES, MANIFEST))]
+    assert sorted(done[:at]) == sorted(f"step_000004.partial{part}" for part in parts)
+    assert done[at + 1 :] == [".", "remove"]
+
+
 @pytest.mark.parametrize("flag", [folders.EXCHANGE, 1 << 7])
 def test_a_checkpoint_of_the_same_name_is_replaced(tmp_path, monkeypatch, flag):
     """Also where the file system cannot exchange names: the kernel refuses the second flag as NFS does the first."""
@@ -207,12 +226,6 @@ def test_later_checkpoints_are_set_aside_each_time_under_another_name(tmp_path):
 # Kills
 
 
-@pytest.fixture
-def no_sync(monkeypatch):
-    """A kill takes nothing that was written; a sync helps against a loss of power only, and takes its time."""
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-
-
 def die_at(number: int) -> None:
     """Kill this process as it is about to do its `number`-th operation on files."""
     count = 0
@@ -246,7 +259,7 @@ def killed(run_path: Path, work, every: int) -> Iterator[list[str]]:
 
 
 @SOME_OR_ALL
-def test_wherever_a_save_and_a_removal_are_killed_the_last_published_one_is_whole(tmp_path, no_sync, every):
+def test_wherever_a_save_and_a_removal_are_killed_the_last_published_one_is_whole(tmp_path, every):
     def work(say):
         remove_leftovers(run_path / "checkpoints")
         make(run_path, 2, "new")
@@ -267,7 +280,7 @@ def test_wherever_a_save_and_a_removal_are_killed_the_last_published_one_is_whol
 
 
 @SOME_OR_ALL
-def test_wherever_a_replacement_is_killed_the_old_one_or_the_new_one_is_whole(tmp_path, no_sync, every):
+def test_wherever_a_replacement_is_killed_the_old_one_or_the_new_one_is_whole(tmp_path, every):
     def work(say):
         make(run_path, 1, "new")
         say("published")
@@ -282,7 +295,7 @@ def test_wherever_a_replacement_is_killed_the_old_one_or_the_new_one_is_whole(tm
 
 
 @pytest.mark.parametrize("num_kills", [5, pytest.param(100, marks=pytest.mark.soak)])
-def test_killed_at_random_moments_a_run_goes_on_from_the_last_published_one(tmp_path, no_sync, num_kills):
+def test_killed_at_random_moments_a_run_goes_on_from_the_last_published_one(tmp_path, num_kills):
     """With files of megabytes, of which a kill leaves a part; two checkpoints stay."""
     rng = random.Random(num_kills)
 

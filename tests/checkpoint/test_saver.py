@@ -168,20 +168,23 @@ def save_on_a_full_disk(folder: Path, moment: str, say) -> None:
     actor = saver.roles["actor"]
     if moment in ("begin", "role"):
         fill(folder, leave=2**20)
-    if moment == "role":  # it says less than it writes
+    if moment == "role":  # it says less than it writes, and writes last
         actor.start_save, start = lambda *arguments: start(*arguments) and 1, actor.start_save
+        actor.may_write.clear()
     try:
         saver.begin(2, hold=lambda role: None)
         if moment == "commit":
             actor._writing.result()
             fill(folder, leave=0)
         saver.commit(state_of(2))
+        actor.may_write.set()
         if moment == "publish":
             actor._writing.result()
             fill(folder, leave=0)
         saver.settle()
     except RunError as error:
         say(error)
+    actor.close()
     saver.clear()
     say(names(saver) == ["step_000001"] and problems(saver.run.checkpoint("step_000001")) == [])
     (folder / "filler").unlink()

@@ -23,8 +23,8 @@ SEQUENCES = [[5, 6, 7, 8, 9, 3, 90], list(range(100, 60, -1)), [1, 100] * 9, [4,
 SAMPLES = [Sample.from_response(Prompt([], ids[:1]), ids[1:], group_id=0, index=0) for ids in SEQUENCES]
 EVERYTHING = {"optimizer": True, "reference": True}
 TP_SP = {"tensor_parallel": 2, "sequence_parallel": True}
-TP2_PP2 = TP_SP | {"pipeline_parallel": 2}
-VPP2 = {"pipeline_parallel": 2, "virtual_pipeline_parallel": 2}
+TP4, PP2, EP2 = {"tensor_parallel": 4}, {"pipeline_parallel": 2}, {"expert_parallel": 2}
+VPP2 = PP2 | {"virtual_pipeline_parallel": 2}
 
 
 def write_model(folder, family, tied, num_layers=2):
@@ -121,9 +121,9 @@ EXACT = {  # family, tied, head, dtype, steps before the save, EMA of the refere
     "before the first step": ("llama", False, "lm", "float32", 0, None, 1, {}),
     "DP 2": ("qwen2", True, "lm", "bfloat16", 3, 0.9, 2, {}),
     "TP 2": ("qwen3", False, "lm", "bfloat16", 3, None, 2, TP_SP),
-    "tied, PP 2": ("qwen2", True, "lm", "float32", 3, 0.9, 2, {"pipeline_parallel": 2}),
+    "tied, PP 2": ("qwen2", True, "lm", "float32", 3, 0.9, 2, PP2),
     "critic": ("llama", False, "value", "float32", 3, None, 1, {}),
-    "experts, EP 2": ("qwen3_moe", False, "lm", "float32", 3, 0.9, 2, {"expert_parallel": 2}),
+    "experts, EP 2": ("qwen3_moe", False, "lm", "float32", 3, 0.9, 2, EP2),
 }
 
 
@@ -180,16 +180,17 @@ def load_and_save(rank, model, folder, head, dtype, role):
 RESHARDED = {  # family, tied, head, dtype, saved under, loaded under: number of ranks, RoleConfig
     "TP 2 to one rank": ("qwen2", True, "lm", "bfloat16", (2, TP_SP), (1, {})),
     "one rank to DP 2": ("llama", False, "lm", "bfloat16", (1, {}), (2, {})),
-    "DP 2 to TP 2 PP 2": ("qwen2", True, "lm", "float32", (2, {}), (4, TP2_PP2)),
+    "DP 2 to TP 2 PP 2": ("qwen2", True, "lm", "float32", (2, {}), (4, TP_SP | PP2)),
     "VPP 2 to DP 3": ("llama", False, "lm", "float32", (2, VPP2), (3, {})),
-    "one rank to TP 4, a vocabulary padded further": ("qwen3", False, "lm", "float32", (1, {}), (4, {"tensor_parallel": 4})),
-    "TP 4 to VPP 2, a vocabulary padded less": ("qwen2", True, "lm", "float32", (4, {"tensor_parallel": 4}), (2, VPP2)),
-    "experts, EP 2 to PP 2": ("qwen3_moe", False, "lm", "float32", (2, {"expert_parallel": 2}), (2, {"pipeline_parallel": 2})),
-    "experts, VPP 2 to EP 2 TP 2": ("qwen3_moe", True, "lm", "float32", (2, VPP2), (2, TP_SP | {"expert_parallel": 2})),
-    "value head": ("qwen2", True, "value", "float32", (2, TP_SP), (2, {"pipeline_parallel": 2})),
-}  # fmt: skip
+    "one rank to TP 4, a vocabulary padded further": ("qwen3", False, "lm", "float32", (1, {}), (4, TP4)),
+    "TP 4 to VPP 2, a vocabulary padded less": ("qwen2", True, "lm", "float32", (4, TP4), (2, VPP2)),
+    "experts, EP 2 to PP 2": ("qwen3_moe", False, "lm", "float32", (2, EP2), (2, PP2)),
+    "experts, VPP 2 to EP 2 TP 2": ("qwen3_moe", True, "lm", "float32", (2, VPP2), (2, TP_SP | EP2)),
+    "value head": ("qwen2", True, "value", "float32", (2, TP_SP), (2, PP2)),
+}
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("case", RESHARDED)
 def test_training_goes_on_under_another_layout(tmp_path, case):
     family, tied, head, dtype, (saved_on, saved_under), (loaded_on, loaded_under) = RESHARDED[case]
@@ -203,6 +204,8 @@ def test_training_goes_on_under_another_layout(tmp_path, case):
     assert kinds >= {"exp_avg", "exp_avg_sq", "reference", "decoder"} and ("master" in kinds) == (dtype == "bfloat16")
     for key, tensor in expected.items():
         assert torch.equal(tensor, found[key]), key
+    for name in ("saved", "again"):
+        assert json.loads((tmp_path / name / "megarl.json").read_text())["optimizer_steps"] == 3
     (before, losses), (after, losses_after) = (
         ({i: x for rank in ranks for i, x in rank[0].items()}, torch.tensor([rank[1] for rank in ranks]).sum(0))
         for ranks in (saved, loaded)
@@ -260,7 +263,7 @@ def test_norms_are_stored_under_the_names_of_transformer_engine_layers(tmp_path)
 
 def exchange_with_extra_state(rank, model, folder):
     """Log-probs before a save and after two loads, where the norms have transformer-engine's extra state at first, then
-    not, then again."""
+    not, then again. The second rank has nothing to write."""
     from megarl.engine import checkpoint
     from megarl.engine.modules import RMSNorm
 
@@ -282,5 +285,26 @@ def exchange_with_extra_state(rank, model, folder):
 
 def test_layers_with_and_without_extra_state_read_each_others_checkpoints(tmp_path):
     model = write_model(tmp_path / "model", "qwen3_moe", False)
-    ((first, second, third),) = run_ranks(exchange_with_extra_state, 1, model, tmp_path)
-    assert first == second == third and len(first) == len(SAMPLES)
+    results = run_ranks(exchange_with_extra_state, 2, model, tmp_path)
+    for first, second, third in results:
+        assert first == second == third
+    assert sum(len(first) for first, _, _ in results) == len(SAMPLES)
+    assert [file.name for file in (tmp_path / "2").glob("*.distcp")] == ["__0_0.distcp"]
+
+
+def save_in_several_files(rank, model, folder):
+    """(Names of the rank's files, whether a load gives the same log-probs.)"""
+    from megarl.engine import checkpoint
+
+    checkpoint.FILE_BYTES = 100_000
+    engine, again = make_engine(model), make_engine(model)
+    spoil(again)
+    checkpoint.save(engine, model, folder)
+    checkpoint.load(again, folder)
+    return sorted(file.name for file in Path(folder).glob("*.distcp")), scores(engine) == scores(again)
+
+
+def test_a_large_part_is_written_into_several_files_at_the_same_time(tmp_path):
+    model = write_model(tmp_path / "model", "qwen2", False)
+    ((files, is_same),) = run_ranks(save_in_several_files, 1, model, tmp_path / "checkpoint")
+    assert is_same and 1 < len(files) <= 8 and files[0] == "__0_0.distcp"

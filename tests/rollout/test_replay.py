@@ -136,18 +136,6 @@ def test_of_a_resumed_run_only_later_steps_are_needed_and_the_validation_that_it
     assert refusal(config, owing).endswith("lacks validation_000002 (.jsonl)")
 
 
-def test_a_run_without_rewards_has_no_validations(tmp_path):
-    config = config_of(
-        tmp_path,
-        rollout={"replay": str(tmp_path / "r")},
-        trainer={"steps": 1},
-        data={"train": "t", "validation": "v"},
-        algorithm={"name": "distillation", "reward": None},
-    )
-    record(tmp_path / "r", round_name(1, 1))
-    check_recordings(config, None)
-
-
 def test_a_run_that_stopped_early_recorded_no_more(tmp_path):
     sections = {"rollout": {"replay": str(tmp_path / "r")}, "data": {"train": "t", "validation": "v"}}
     names = [round_name(step, 1) for step in (1, 2, 3, 4)] + [validation_name(step) for step in (0, 2, 4)]
