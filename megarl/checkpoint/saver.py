@@ -37,6 +37,7 @@ class Save:
     step: int
     folder: Path
     is_committed: bool = False
+    has_failed: bool = False
 
 
 class Saver:
@@ -114,7 +115,7 @@ class Saver:
 
     def settle(self) -> None:
         """Wait for what was committed; what was only begun is given up."""
-        if self.save is None:
+        if self.save is None or self.save.has_failed:
             return
         with self._telling_of_failure():
             if self.save.is_committed:
@@ -152,11 +153,12 @@ class Saver:
     @contextmanager
     def _telling_of_failure(self):
         """An error says which checkpoint is not there, and which one is."""
-        step = self.save.step
+        save = self.save
         try:
             yield
         except (OSError, RunError) as error:
-            raise RunError(f"step {step} was not saved: {error}; {folders.last_good(self.run.path)}") from error
+            save.has_failed = True
+            raise RunError(f"step {save.step} was not saved: {error}; {folders.last_good(self.run.path)}") from error
 
 
 def retain(config: Config, run_path: Path, console: Console) -> None:

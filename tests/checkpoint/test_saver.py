@@ -129,12 +129,15 @@ def test_a_failure_names_the_step_the_reason_and_what_there_is(tmp_path):
     with pytest.raises(RunError) as error:
         saver.begin(1, hold=lambda role: None)
     assert str(error.value) == "step 1 was not saved: actor rank 3: its disk is gone; there is no earlier checkpoint"
+    saver.settle()  # asks nobody again
+    assert actor.calls == []
     saver.clear()
     saver.save, actor.start_save = None, start_save
     save(saver, 1)
     actor.finish_save = fail
     with pytest.raises(RunError) as error:
         save(saver, 2)
+    saver.settle()
     reason = "actor rank 3: its disk is gone"
     assert str(error.value) == f"step 2 was not saved: {reason}; the last good checkpoint is {good}, untouched"
     saver.clear()
