@@ -19,11 +19,11 @@ def ignore_warnings() -> None:
 
 
 class Interrupts:
-    """Raises KeyboardInterrupt in the main thread for a signal: at once, or where the run can be saved only later, then.
+    """Raises KeyboardInterrupt in the main thread for a signal: at once, or then when the run can be saved.
 
-    After a signal of `save_on` there are `deadline_s` seconds to save; RunError when they are over. The same signal once
-    more, or one that is not to save, raises at once. Another one to save changes nothing: SLURM sends SIGTERM some time
-    after its warning. Use as a context, inside of which no other library sets these handlers.
+    After a signal of `save_on` there are `deadline_s` seconds to save; RunError when they are over. The same signal
+    once more, or one that is not to save, raises at once. Another one to save changes nothing: SLURM sends SIGTERM
+    some time after its warning. Use as a context, inside of which no other library sets these handlers.
     """
 
     def __init__(self, settings: CheckpointConfig):
@@ -38,7 +38,8 @@ class Interrupts:
     def __enter__(self) -> "Interrupts":
         for name in NAMES:
             number = signal.Signals[name]
-            if signal.getsignal(number) != signal.SIG_IGN or name == "SIGUSR1":  # a shell's background job ignores Ctrl-C
+            # A shell has its background jobs ignore Ctrl-C.
+            if signal.getsignal(number) != signal.SIG_IGN or name == "SIGUSR1":
                 self._before[number] = signal.signal(number, self._receive)
         self._before[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._too_late)
         return self

@@ -146,7 +146,8 @@ def test_what_is_due_is_saved_after_its_validation(tmp_path):
 def test_the_best_is_saved_when_it_is_not_due_and_named_at_the_end(tmp_path):
     trainer = Trainer(config_with(tmp_path, checkpoint={"keep_best": 1, "keep_last": 1}, save_every=0)).train()
     assert names(trainer) == ["best", "step_000007"]
-    assert trainer.events == ["hold 0", "push again 0", "hold 2", "push again 2", "hold 6"]  # the last is due in its step
+    # The last is due, and saved in its step.
+    assert trainer.events == ["hold 0", "push again 0", "hold 2", "push again 2", "hold 6"]
     link = trainer.run.path / "checkpoints/best"
     assert trainer.lines[-1] == f"best checkpoint by {METRIC}: {link} -> step_000007"
 
@@ -186,7 +187,7 @@ MOMENTS = ("generate", "score", "update", "push", "reached", "validate", "valida
 
 @pytest.mark.parametrize("steps", [(2, 7), pytest.param(range(8), marks=pytest.mark.soak)])
 @pytest.mark.parametrize("keeps_best", [False, True])
-def test_wherever_a_signal_comes_the_run_is_saved_after_its_last_whole_step_and_goes_on_from_there(tmp_path, keeps_best, steps):
+def test_wherever_a_signal_comes_the_run_is_saved_and_goes_on_from_its_last_whole_step(tmp_path, keeps_best, steps):
     """Weights, prompts, validations and what is the best become those of the run that was not interrupted."""
     checkpoint = {"keep_best": 1, "keep_last": 2} if keeps_best else {}
     whole = Trainer(config_with(tmp_path, "whole", checkpoint=checkpoint)).train()
@@ -266,7 +267,9 @@ def test_what_is_being_saved_already_is_not_saved_again(tmp_path):
 
 def test_ctrl_c_saves_nothing_and_leaves_nothing_half(tmp_path):
     for moment in ("generate", "update", "push", "validate"):
-        trainer = Trainer(config_with(tmp_path, moment), at={(6, moment): lambda: signal.raise_signal(signal.SIGINT)})
+        at = {(4, "score"): lambda: trainer.role._writing.result()}  # then it is published before step 5
+        at |= {(6, moment): lambda: signal.raise_signal(signal.SIGINT)}
+        trainer = Trainer(config_with(tmp_path, moment), at)
         with pytest.raises(KeyboardInterrupt):
             trainer.train()
         assert names(trainer) == ["step_000003"]
@@ -289,7 +292,7 @@ def test_a_step_that_does_not_end_within_the_deadline_is_named(tmp_path):
         signal.pause()
 
     config = config_with(tmp_path, checkpoint={"deadline_s": 0.2})
-    with pytest.raises(RunError, match=r"SIGTERM: no checkpoint .*, waiting for the end of step 5; the earlier ones are"):
+    with pytest.raises(RunError, match="SIGTERM: no checkpoint .*, waiting for the end of step 5; the earlier ones"):
         trainer = Trainer(config, at={(4, "score"): lambda: trainer.role._writing.result(), (5, "update"): hang})
         trainer.train()
     assert newest_complete(config.run_path)[0].name == "step_000003"

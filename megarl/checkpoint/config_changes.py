@@ -63,7 +63,7 @@ def read(file: Path) -> dict:
 
 
 def _differing(now: dict, saved: dict, usual: dict, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """(dotted key, its value now, its value before). `usual`: the whole tree of what keys are where nobody gives them."""
+    """(dotted key, its value now, its value before). `usual`: the whole tree of keys that nobody gives."""
     for name in dict.fromkeys([*now, *saved]):
         key = prefix + name
         value, before = now.get(name), saved[name] if name in saved else _usual(usual, key)

@@ -79,8 +79,8 @@ def find(config: Config, mode: str, allow_config_change: bool, print_line: Calla
     passed over.
 
     Raises ConfigError: PATH is no complete checkpoint; auto, and there are only incomplete ones; PATH of another run,
-    but the run directory is used; a config that would train otherwise than the saved one, unless that is allowed; a trained role that
-    the checkpoint does not have.
+    but the run directory is used; a config that would train otherwise than the saved one, or a trained role that the
+    checkpoint does not have, unless that is allowed; no actor.
     """
     if mode == "auto":
         folder = _newest(config, print_line)
@@ -106,9 +106,8 @@ def find(config: Config, mode: str, allow_config_change: bool, print_line: Calla
     differences += [f"checkpoint.roles: the {name} was not saved, and would start anew" for name in missing]
     if differences and not allow_config_change:
         lines = "\n  ".join(differences)
-        raise ConfigError(
-            f"--resume: {folder} was trained with another config; --allow-config-change goes on with this one:\n  {lines}"
-        )
+        text = f"--resume: {folder} was trained with another config; --allow-config-change goes on with this one:"
+        raise ConfigError(f"{text}\n  {lines}")
     for line in differences:
         print_line(f"megarl: changed: {line}")
     print_line(f"megarl: going on from {folder}, after step {found.step}")

@@ -1,7 +1,6 @@
 """What the servers generated in a run, kept in a folder, and training on it again without servers."""
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 from megarl.checkpoint.resume import Resume

@@ -68,12 +68,13 @@ def test_free_keys_are_keys():
     "sections",
     [
         {"name": "y", "run_directory": "/elsewhere", "device": "cuda", "placement": "colocated"},
-        {"roles": {"actor": {"nodes": 2, "gpus_per_node": 8, "tensor_parallel": 4, "offload": "all", "recompute": "full"}}},
-        {"roles": {"actor": {"max_tokens_per_gpu": 64, "balance": "tokens", "overlap_grad_reduce": False}}},
-        {"rollout": {"servers": 4, "tensor_parallel": 2, "server_args": {"mem_fraction_static": 0.5}, "max_retries": 9}},
+        {"roles": {"actor": {"nodes": 2, "gpus_per_node": 8, "tensor_parallel": 4, "offload": "all"}}},
+        {"roles": {"actor": {"recompute": "full", "max_tokens_per_gpu": 64, "overlap_grad_reduce": False}}},
+        {"rollout": {"servers": 4, "tensor_parallel": 2, "server_args": {"mem_fraction_static": 0.5}}},
         {"checkpoint": {"keep_last": 3}, "trainer": {"save_every": 7, "early_stop": {}, "num_logged_samples": None}},
         {"data": {"train": "t", "validation": "v"}, "trainer": {"evaluate_every": 3, "evaluate_prompts": 9}},
-        {"guards": {"kl": {"action": "stop", "high": 1.0}}, "cluster": {"call_timeout_s": 9.0}, "sync": {"bucket_mb": 4}},
+        {"guards": {"kl": {"action": "stop", "high": 1.0}}, "sync": {"bucket_mb": 4}},
+        {"cluster": {"call_timeout_s": 9.0}, "rollout": {"max_retries": 9}},
         {"rewards": {"num_workers": 3, "on_constant": "stop"}, "debug": {"sync_checksum": True}},
         {"trainer": {"steps": 7}},
     ],
@@ -123,7 +124,8 @@ def test_all_that_is_learnt_otherwise_is_listed_at_once(tmp_path):
 
 
 def test_a_reward_that_was_not_there_is_a_change_though_it_is_the_usual_one(tmp_path):
-    before, now = (config_of(tmp_path, algorithm={"reward": rewards}) for rewards in ({"math": 1.0}, {"math": 1.0, "gsm8k": 1.0}))
+    rewards = ({"math": 1.0}, {"math": 1.0, "gsm8k": 1.0})
+    before, now = (config_of(tmp_path, algorithm={"reward": reward}) for reward in rewards)
     assert changes(now, saved(before)) == ["algorithm.reward.gsm8k: 1.0, and null where it was saved"]
     assert changes(before, saved(now)) == ["algorithm.reward.gsm8k: null, and 1.0 where it was saved"]
 
@@ -196,10 +198,8 @@ def test_a_key_that_is_no_more_is_a_change_unless_it_was_null(tmp_path):
 def test_a_resolved_config_is_read_back_as_it_was(tmp_path):
     """Words and numbers that YAML takes for something else among them."""
     rewards = {"math": 1e-7, "short": {"function": "length", "options": {"a": "no", "b": "1e6", "c": "2026-01-01"}}}
-    config = config_of(
-        tmp_path,
-        algorithm={"reward": rewards},
-        data={"train": [{"path": "ü 1:30", "weight": 2.0}, {"name": "n", "weight": 1.0}], "system_prompt": "a\n\u2028 b: #c"},
-    )
+    sources = [{"path": "ü 1:30", "weight": 2.0}, {"name": "n", "weight": 1.0}]
+    data = {"train": sources, "system_prompt": "a\n\u2028 b: #c"}
+    config = config_of(tmp_path, algorithm={"reward": rewards}, data=data)
     (tmp_path / "config.yaml").write_text(dump(saved(config)), encoding="utf-8")
     assert read(tmp_path / "config.yaml") == saved(config) and changes(config, read(tmp_path / "config.yaml")) == []

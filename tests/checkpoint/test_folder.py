@@ -86,7 +86,7 @@ DAMAGES = {
     "a list of files": (MANIFEST, lambda file: file.write_text('{"files": ["a"]}'), "manifest.json is broken: "),
     "no digest": (MANIFEST, lambda file: file.write_text('{"files": {"a": {"size": 1}}}'), "manifest.json is broken: "),
     "no files": (MANIFEST, lambda file: file.write_text('{"files": {}}'), "manifest.json is broken: it lists no file"),
-    "unreadable": (MANIFEST, lambda file: (file.unlink(), file.mkdir()), "manifest.json cannot be read: Is a directory"),
+    "no file": (MANIFEST, lambda file: (file.unlink(), file.mkdir()), "manifest.json cannot be read: Is a directory"),
 }
 
 
@@ -207,7 +207,8 @@ def test_removing_copes_with_what_an_earlier_removal_left(tmp_path):
 
 def test_leftovers_are_removed_and_nothing_else(tmp_path):
     make(tmp_path, 4)
-    for name in ("step_000005.partial", "step_000003.removed", "step_000004.partial.removed", "step_000006.superseded_1"):
+    left = ["step_000005.partial", "step_000003.removed", "step_000004.partial.removed"]
+    for name in (*left, "step_000006.superseded_1"):
         (tmp_path / "checkpoints" / name / "actor").mkdir(parents=True)
     remove_leftovers(tmp_path / "checkpoints")
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["step_000004", "step_000006.superseded_1"]

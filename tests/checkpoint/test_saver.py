@@ -374,7 +374,7 @@ def test_a_checkpoint_that_cannot_be_removed_is_told_and_ends_nothing(tmp_path, 
         patch.setattr(folders, "remove", refuse)
         save(saver, 2)
     assert saver.published == 2 and names(saver) == ["step_000001", "step_000002"]
-    warning = "warning: not all is kept and removed as `checkpoint` in the config says: [Errno 1] Operation not permitted"
+    warning = "warning: not all is kept and removed as `checkpoint` in the config says: [Errno 1] Operation not"
     assert lines[-1].startswith(warning)
     save(saver, 3)
     assert names(saver) == ["step_000003"]

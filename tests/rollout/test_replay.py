@@ -140,12 +140,14 @@ def test_a_run_that_stopped_early_recorded_no_more(tmp_path):
     sections = {"rollout": {"replay": str(tmp_path / "r")}, "data": {"train": "t", "validation": "v"}}
     names = [round_name(step, 1) for step in (1, 2, 3, 4)] + [validation_name(step) for step in (0, 2, 4)]
     record(tmp_path / "r", *names)
-    stopping = config_of(tmp_path, trainer={"steps": 9, "evaluate_every": 2, "early_stop": {}}, **sections)
+    trainer = {"steps": 9, "evaluate_every": 2}
+    stopping = config_of(tmp_path, trainer=trainer | {"early_stop": {}}, **sections)
     check_recordings(stopping, None)
-    assert "lacks step_000005_round_1" in refusal(config_of(tmp_path, trainer={"steps": 9, "evaluate_every": 2}, **sections))
+    assert "lacks step_000005_round_1" in refusal(config_of(tmp_path, trainer=trainer, **sections))
     (tmp_path / f"r/{round_name(3, 1)}.jsonl").unlink()
     assert refusal(stopping).endswith("lacks step_000003_round_1 (.jsonl)")
-    assert "lacks step_000001_round_1" in refusal(config_of(tmp_path / "no", **(sections | {"rollout": {"replay": "no"}})))
+    nothing = config_of(tmp_path, trainer=trainer | {"early_stop": {}}, rollout={"replay": "no"})
+    assert "lacks step_000001_round_1" in refusal(nothing)
 
 
 # Dynamic sampling
