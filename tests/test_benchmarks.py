@@ -64,6 +64,25 @@ def test_kept_weight_sync_figures_have_the_required_rate_within_two_buffers_of_1
     assert all(speed[push["bucket_mb"]] > push["gb_per_s"] for push in before["pushes"] if push["bucket_mb"] in speed)
 
 
+def test_kept_figures_of_conversions_are_those_of_the_readme_and_do_not_grow_with_the_layers():
+    results = json.loads((ROOT / "benchmarks/results/convert_cpu.json").read_text())["results"]
+    readme = (ROOT / "README.md").read_text()
+    for result in results:
+        peaks = [result[direction]["peak_gb"] for direction in ("to_megatron", "to_hf")]
+        assert f"| {result['layers']} | {result['model_gb']} GB | {peaks[0]} GB | {peaks[1]:.2f} GB |" in readme
+        assert max(peaks) < 2.5 * result["largest_tensor_gb"] < result["model_gb"]
+
+
+def test_kept_figures_of_checkpoints_are_those_of_the_readme():
+    (case,) = json.loads((ROOT / "benchmarks/results/checkpoint_h200.json").read_text())["cases"]
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    first, then = case["first"], case["second"]
+    assert f"{case['gb']:.1f} GB, one H200" in readme and f"waits {then['copy_s']:.2f} s for the copy" in readme
+    assert f"at the first save {first['copy_s']:.1f} s" in readme and f"written in {then['write_s']:.0f} s" in readme
+    assert f"steps take {then['step_while_writing_s']:.2f} s in place of {case['step_s']:.2f} s" in readme
+    assert f"checked in {case['verify_s']:.1f} s; loading takes {case['load_s']:.0f} s" in readme
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("placement", ["disaggregated", "colocated"])
 def test_the_weight_sync_benchmark_runs_on_a_cpu(tmp_path, placement):
