@@ -321,9 +321,10 @@ CHECKS = (
 
 
 def refuse_used_run(config: "Config") -> None:
-    """Raise ConfigError where another run has left metrics in the run directory: they are never overwritten."""
+    """Raise ConfigError where another run has left metrics or checkpoints: they are never overwritten."""
     metrics = config.run_path / "metrics.jsonl"
-    if metrics.exists() and metrics.stat().st_size:
+    has_checkpoints = any((config.run_path / "checkpoints").glob("step_*"))
+    if has_checkpoints or (metrics.exists() and metrics.stat().st_size):
         text = f"name: {config.run_path} holds an earlier run; go on with it (--resume auto), give this one another "
         text += "name (name=...) or remove it"
         raise ConfigError(text)

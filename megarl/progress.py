@@ -1,8 +1,7 @@
 """How far a run is: its state between two steps, what its validations say, and when it is saved, stopped or done."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Protocol
 
 from megarl.checkpoint import folder as folders
 from megarl.checkpoint.best import BestValidation
@@ -17,11 +16,17 @@ from megarl.monitor.run_directory import RunDirectory
 from megarl.sample import Sample
 
 
-class Loop(Protocol):
-    """What a trainer gives to be saved."""
+class Loop:
+    """What a trainer gives to be saved; the last three where others use its GPUs in turns."""
 
-    def state(self) -> dict: ...
-    def kept_groups(self) -> list[list[Sample]]: ...
+    def state(self) -> dict:
+        """For JSON: what the next step depends on, besides the roles and the kept groups."""
+        raise NotImplementedError
+
+    def kept_groups(self) -> list[list[Sample]]:
+        """Of samples that later steps will use."""
+        return []
+
     def hold(self, role: RoleGroup) -> None:
         """All that the role has on its GPUs, whatever else must leave them."""
 
@@ -33,9 +38,7 @@ class Loop(Protocol):
 
 
 class Progress:
-    def __init__(
-        self, config: Config, run: RunDirectory, tokenizer, console: Console, resume: Resume | None
-    ):
+    def __init__(self, config: Config, run: RunDirectory, tokenizer, console: Console, resume: Resume | None):
         self.config = config
         self.run = run
         self.console = console
@@ -96,13 +99,11 @@ class Progress:
         """The weights are about to change: until `reached` there is no state of the run to save."""
         self.interrupts.hold(f"the end of step {self.step + 1}")
 
-    def begin_if_due(self, step: int) -> bool:
+    def begin_if_due(self, step: int) -> None:
         """Inside a step, when its weights are there: copy them for a checkpoint that `finish_step` completes."""
         trainer = self.config.trainer
         if trainer.is_due(step, trainer.save_every):
             self.saver.begin(step, self.loop.hold)
-            return True
-        return False
 
     def reached(self, step: int) -> None:
         """The step is done, and its metrics are logged."""
@@ -111,6 +112,12 @@ class Progress:
         self._is_best, self._lacks_validation = False, False
         self._state = self._state_now()
         self.interrupts.release()
+
+    def validate(self, evaluate: Callable[[int], dict[str, float]]) -> None:
+        """Where a validation of the last step is due; then what was begun of a checkpoint is completed."""
+        if self.owes_validation:
+            self.validated(evaluate(self.step))
+        self.finish_step()
 
     def validated(self, metrics: dict[str, float]) -> None:
         """The validation after the last step; {}: there is none in this run."""

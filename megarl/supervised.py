@@ -17,14 +17,14 @@ from megarl.monitor.run_directory import RunDirectory
 from megarl.monitor.skipped import SkippedUpdates, why_skipped
 from megarl.prepare import keywords_of
 from megarl.presets import WITH_REFERENCE
-from megarl.progress import Progress
+from megarl.progress import Loop, Progress
 from megarl.sample import Sample
 from megarl.schedule import learning_rate
 
 PER_TOKEN = ("nll",)  # metrics of the losses that are sums over trained tokens; the others are sums over pairs
 
 
-class SupervisedTrainer:
+class SupervisedTrainer(Loop):
     def __init__(
         self,
         config: Config,
@@ -77,20 +77,14 @@ class SupervisedTrainer:
         progress, steps = self.progress, self.config.trainer.steps
         self.console.begin("steps", steps, progress.step)
         with progress.following(self, {"actor": self.actor}):
-            self.validate()
+            progress.validate(self.evaluate)
             for step in progress.steps():
                 metrics = self.step(step)
                 self.run.log_metrics(metrics)
                 self.console.step(metrics, steps)
                 progress.begin_if_due(step)
                 progress.reached(step)
-                self.validate()
-
-    def validate(self) -> None:
-        """Where a validation of the last step is due; then what was begun of a checkpoint is completed."""
-        if self.progress.owes_validation:
-            self.progress.validated(self.evaluate(self.progress.step))
-        self.progress.finish_step()
+                progress.validate(self.evaluate)
 
     def step(self, step: int) -> dict[str, float]:
         """`prompts_per_step` rows, in mini-batches."""
@@ -148,22 +142,8 @@ class SupervisedTrainer:
         self.console.line(f"validation after step {step}: {shown}")
         return metrics
 
-    # What a checkpoint needs: see megarl.progress.Loop
-
     def state(self) -> dict:
         return {"data": self.rows.state_dict(), "skipped_updates": self.skipped.count}
-
-    def kept_groups(self) -> list[list[Sample]]:
-        return []
-
-    def hold(self, role: RoleGroup) -> None:
-        pass  # it holds all, all the time
-
-    def saved_after_push(self, step: int) -> None:
-        pass
-
-    def give_up(self) -> None:
-        pass
 
     def means(self, sums: dict[str, float], samples: list[Sample], num_updates: int) -> dict[str, float]:
         """Of the sums over some updates, all their samples together: name/loss and name/METRIC."""

@@ -27,7 +27,7 @@ from megarl.monitor.run_directory import RunDirectory
 from megarl.monitor.skipped import SkippedUpdates, nonfinite_fields
 from megarl.monitor.timing import timed
 from megarl.prepare import prepare
-from megarl.progress import Progress
+from megarl.progress import Loop, Progress
 from megarl.rewards.model import RewardModel
 from megarl.rewards.scorer import Scorer
 from megarl.rewards.self_test import why_constant
@@ -85,7 +85,7 @@ def train(config: Config, command: list[str], resume: Resume | None = None) -> P
     return run.path
 
 
-class Trainer:
+class Trainer(Loop):
     def __init__(
         self,
         config: Config,
@@ -178,7 +178,7 @@ class Trainer:
         self.fleet.push(version=progress.step)  # a server never serves what it read from disk
         self.console.begin("steps", steps, progress.step)
         with progress.following(self, {"actor": self.actor} | ({"critic": self.critic} if self.critic else {})):
-            self.validate()
+            progress.validate(self.evaluate)
             for step in progress.steps():
                 metrics = self.step(step)
                 alarms = self.guards.check(metrics)
@@ -188,7 +188,7 @@ class Trainer:
                 if step == 1:
                     self.console.memory(metrics)
                 progress.reached(step)
-                self.validate()
+                progress.validate(self.evaluate)
 
     def step(self, step: int) -> dict[str, float]:
         """One iteration: samples of policy version `step - 1`, an update, and the push of version `step`."""
@@ -340,12 +340,6 @@ class Trainer:
                 self.console.line(f"warning: {alarm.text}")
         if stops := [alarm.text for alarm in alarms if alarm.action == "stop"]:
             raise RunError("\n".join(stops))
-
-    def validate(self) -> None:
-        """Where a validation of the last step is due; then what was begun of a checkpoint is completed."""
-        if self.progress.owes_validation:
-            self.progress.validated(self.evaluate(self.progress.step))
-        self.progress.finish_step()
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Responses to the held-out prompts and their rewards, parts summed up as they are, as `megarl eval` has them; {}

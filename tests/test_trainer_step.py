@@ -250,9 +250,9 @@ def test_a_guard_warns_or_stops_the_run():
 
         trainer.fleet.push = log.note("push", push)
         progress = trainer.progress
-        progress.step, progress.owes_validation, progress.steps = 0, False, lambda: range(1, 10)
+        progress.step, progress.steps, progress.validate = 0, lambda: range(1, 10), log.note("validate")
         progress.following = lambda loop, roles: nullcontext()
-        progress.reached, progress.finish_step = log.note("reached"), log.note("finish_step")
+        progress.reached = log.note("reached")
         with pytest.raises(RunError) if action == "stop" else nullcontext() as error:
             trainer.run_all()
         warnings = [text for (text,), _ in log.of("line") if "guards.truncated" in text]

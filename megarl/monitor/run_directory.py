@@ -1,6 +1,7 @@
 """runs/NAME/: config.yaml, env.json, metrics.jsonl, samples.jsonl, logs/, checkpoints/, and if need be
 failed_rewards.jsonl and skipped/."""
 
+import fcntl
 import importlib.metadata
 import json
 import math
@@ -11,7 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 import torch
 
@@ -19,7 +20,7 @@ from megarl.checkpoint.folder import last_good, remove_leftovers, set_aside_newe
 from megarl.cluster.run_tag import new_run_id
 from megarl.config import Config
 from megarl.config_file import dump
-from megarl.errors import RunError
+from megarl.errors import ConfigError, RunError
 from megarl.sample import Sample
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class RunDirectory:
         with self._writing(""):
             for folder in ("logs", "checkpoints"):
                 (self.path / folder).mkdir(parents=True, exist_ok=True)
+            self._lock = locked(self.path / ".lock")
             step = resume.step if resume else None
             for name in ("metrics.jsonl", "samples.jsonl", "failed_rewards.jsonl"):
                 keep_steps(self.path / name, step)
@@ -107,7 +109,7 @@ class RunDirectory:
         return self
 
     def __exit__(self, *exception) -> None:
-        for stream in (self._metrics, self._samples):
+        for stream in (self._metrics, self._samples, self._lock):
             with suppress(OSError):  # again, of a line that could not be written: that was said
                 stream.close()
 
@@ -121,6 +123,17 @@ class RunDirectory:
                 raise
             text = f"{self.path / name} cannot be written: {cause.strerror}; {last_good(self.path)}"
             raise RunError(text) from error
+
+
+def locked(file: Path) -> TextIO:
+    """The file, locked until it is closed or this process ends. ConfigError where another process has it."""
+    opened = open(file, "w")
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        opened.close()
+        raise ConfigError(f"name: {file.parent} is in use by a run that has not ended") from None
+    return opened
 
 
 def keep_steps(file: Path, step: int | None) -> None:

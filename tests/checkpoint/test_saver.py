@@ -265,6 +265,7 @@ def test_a_line_that_cannot_be_written_ends_the_run_with_the_file_and_the_last_g
             run.path, run.config = config.run_path, config
             run._metrics = open(run.path / "metrics.jsonl", "a", buffering=1)
             run._samples = open(run.path / "samples.jsonl", "a", buffering=1)
+            run._lock = open(run.path / "metrics.jsonl")
             for write in (
                 lambda: run.log_metrics({"step": 2, "text": "x" * 9000}),
                 lambda: run.log_samples(2, [sample]),

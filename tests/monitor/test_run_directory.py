@@ -3,8 +3,11 @@
 import json
 from types import SimpleNamespace
 
+import pytest
+
 from megarl.checkpoint.folder import checkpoints_of, step_of
 from megarl.config import Config
+from megarl.errors import ConfigError
 from megarl.monitor.run_directory import RunDirectory
 from megarl.sample import Prompt, Sample
 
@@ -96,3 +99,13 @@ def test_a_run_that_begins_again_sets_all_checkpoints_aside_and_one_that_goes_on
         with directory(tmp_path, resume) as run:
             assert [folder.name for folder in run.set_aside] == [f"step_{step:06d}.superseded_1" for step in aside]
         assert [step_of(folder) for folder in checkpoints_of(run.path)] == stays
+
+
+def test_a_run_that_has_not_ended_is_not_taken_over(tmp_path):
+    with directory(tmp_path) as run:
+        run.log_metrics({"step": 1})
+        with pytest.raises(ConfigError, match="x is in use by a run that has not ended"):
+            directory(tmp_path, SimpleNamespace(step=0, folder=tmp_path))
+    assert json.loads((run.path / "metrics.jsonl").read_text()) == {"step": 1}
+    with directory(tmp_path, SimpleNamespace(step=1, folder=tmp_path)):
+        pass
