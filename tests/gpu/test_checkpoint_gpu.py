@@ -147,7 +147,10 @@ def test_training_goes_on_from_a_save_bit_for_bit(tmp_path, monkeypatch, world_s
         assert not differing("middle", "loaded"), name
         unlike = [key for key, x in tensors["straight"].items() if not torch.equal(x, tensors["control"][key])]
         print(f"\n{name}: {len(tensors['straight'])} tensors, of which a second training gives {len(unlike)} otherwise")
-        assert not unlike or "moe" in model, f"{name}: the training itself does not repeat: {unlike}"
-        if not unlike:
-            assert not differing("straight", "resumed"), name
-            assert [rank[name] for rank in runs[0]] == [rank[name] for rank in runs[1]], name
+        norms = [[rank[name] for rank in run] for run in runs]
+        if "moe" in model:  # the kernels that exchange tokens are tuned anew in every process
+            assert norms[0] == [pytest.approx(of_rank, rel=0.05) for of_rank in norms[1]], name
+            continue
+        assert not unlike, f"{name}: the training itself does not repeat: {unlike}"
+        assert not differing("straight", "resumed"), name
+        assert norms[0] == norms[1], name
