@@ -2,9 +2,11 @@
 
 import os
 import signal
+import threading
 from collections.abc import Callable
 
 Say = Callable[[object], None]
+LIMIT_S = 60  # then the child ends, so that nobody waits for it any longer
 
 
 class Child:
@@ -18,6 +20,10 @@ class Child:
             code = 1
             try:
                 os.setpgid(0, 0)
+                signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite in the background ignores it
+                ends = threading.Timer(LIMIT_S, os._exit, [1])
+                ends.daemon = True
+                ends.start()
                 say = lambda value: os.write(writing, f"{value}\n".encode())  # noqa: E731
                 try:
                     function(say)

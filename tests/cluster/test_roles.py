@@ -32,7 +32,7 @@ def engine_of(role) -> tuple[str, RoleConfig, list[str]]:
 
     def look(worker):
         head = worker.engine.chunks[-1].output_layer
-        return worker.model_path, worker.engine.role, [name for name, _ in head.named_parameters()]
+        return str(worker.writer.model_path), worker.engine.role, [name for name, _ in head.named_parameters()]
 
     return ray.get(role.handles[0].__ray_call__.remote(look), timeout=60)
 
