@@ -8,5 +8,7 @@ from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-signal.signal(signal.SIGTERM, signal.default_int_handler)  # fixtures are torn down, as after Ctrl-C
+# Fixtures are torn down; a shell's background job would ignore Ctrl-C, and hand that on to what the tests start.
+for number in (signal.SIGTERM, signal.SIGINT):
+    signal.signal(number, signal.default_int_handler)
 sys.path.insert(0, str(Path(__file__).parent))

@@ -20,7 +20,6 @@ class Child:
             code = 1
             try:
                 os.setpgid(0, 0)
-                signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite in the background ignores it
                 ends = threading.Timer(LIMIT_S, os._exit, [1])
                 ends.daemon = True
                 ends.start()
