@@ -10,6 +10,7 @@ def lines(run_path) -> list[dict]:
     return [json.loads(line) for line in (run_path / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.soak
 def test_reward_model_ppo_pairs_and_dpo_follow_one_another(tmp_path):
     runs = tmp_path / "runs"
 

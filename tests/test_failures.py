@@ -97,6 +97,7 @@ def test_an_interrupt_saves_if_told_to_and_ends_everything(tmp_path, number):
         assert (saved / "actor/megarl.json").is_file() and (saved / "critic/megarl.json").is_file()
 
 
+@pytest.mark.soak
 def test_a_killed_trainer_leaves_nothing(tmp_path):
     """Also: sequence parallel, and steps in which all rewards are equal leave the weights as they are."""
     cold = [override for override in SHORT if override != "warm_start.steps=100"] + ["warm_start.data=null"]

@@ -134,6 +134,7 @@ def test_what_has_no_rewards_and_no_prompts_is_refused(folder, capsys):
         reward("--samples", "a.jsonl", "--from-model", "3")
 
 
+@pytest.mark.soak
 def test_responses_of_the_model_are_scored(tmp_path):
     """A toy that was never trained has no right answer: that is said, and nothing is left behind."""
     overrides = ["rollout.server_args={log_level: warning}", "algorithm.reward={last_integer: 1.0, completed: 0.0}"]

@@ -25,6 +25,7 @@ def inputs(tmp_path_factory):
     return folder, [f"model.path={folder / 'model'}", f"data.train={train}"]
 
 
+@pytest.mark.soak
 def test_two_steps_and_export(inputs, tmp_path):
     folder, overrides = inputs
     short = ["name=test", "trainer.steps=2", "algorithm.prompts_per_step=2", "algorithm.group_size=2",

@@ -149,6 +149,7 @@ def start_node(folder: Path, name: str, place: Place, tag: str, cpus: int, role:
     return node
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "layout, ranks, servers",
     [
@@ -157,7 +158,6 @@ def start_node(folder: Path, name: str, place: Place, tag: str, cpus: int, role:
             [["actor-0", "actor-1"], []],
             [[], ["server-0"]],
             id="actor on one, server on the other",
-            marks=pytest.mark.soak,
         ),
         pytest.param(
             (*ONE_RANK_EACH, "roles.actor.cpus_per_rank=1"),

@@ -173,6 +173,7 @@ def tensors(model) -> list[torch.Tensor]:
     return [x for p in model.parameters() for x in (p.data.unbind() if p.dim() == 3 else [p.data])]
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "layout, way", [("TP 2 PP 2", "broadcast"), ("TP 2 PP 2", "shared memory"), ("PP 2 VPP 2", "broadcast")]
 )
