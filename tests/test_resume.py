@@ -43,7 +43,7 @@ def train_with_kills(folder: Path, overrides: tuple[str, ...], name: str, num_ki
             time.sleep(rng.uniform(0, 0.5))
             run.kill_all()
             if kill:
-                assert f"going on from {before}, after step {step_of(before)}" in run.output
+                assert f"going on from runs/{name}/checkpoints/{before.name}, after step {step_of(before)}" in run.output
 
 
 @pytest.mark.parametrize("num_kills", [1, pytest.param(20, marks=pytest.mark.soak)])
