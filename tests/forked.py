@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 
 Say = Callable[[object], None]
-LIMIT_S = 60  # then the child ends, so that nobody waits for it any longer
+LIMIT_S = 60  # then a child is killed, so that nobody waits for it any longer
 
 
 class Child:
@@ -20,9 +20,6 @@ class Child:
             code = 1
             try:
                 os.setpgid(0, 0)
-                ends = threading.Timer(LIMIT_S, os._exit, [1])
-                ends.daemon = True
-                ends.start()
                 say = lambda value: os.write(writing, f"{value}\n".encode())  # noqa: E731
                 try:
                     function(say)
@@ -34,11 +31,16 @@ class Child:
         os.close(writing)
         self._stream = os.fdopen(reading)
         self._ended: int | None = None
+        # Here: a process of several threads may not mount anything.
+        self._limit = threading.Timer(LIMIT_S, self.kill, [signal.SIGKILL])
+        self._limit.daemon = True
+        self._limit.start()
 
     def __enter__(self) -> "Child":
         return self
 
     def __exit__(self, *exception) -> None:
+        self._limit.cancel()
         self.kill(signal.SIGKILL)
         self.wait()
         self._stream.close()
