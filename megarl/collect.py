@@ -12,7 +12,7 @@ from megarl.monitor.timing import timed
 from megarl.rewards.scorer import Scorer
 from megarl.rollout.fleet import Fleet
 from megarl.rollout.replay import Replay, round_name
-from megarl.rollout.seeds import group_seeds
+from megarl.rollout.seeds import seeds_for
 from megarl.sample import Sample
 
 
@@ -83,11 +83,9 @@ class Collector:
     ) -> tuple[list[Sample], dict[str, float]]:
         """(The samples that have a reward, metrics of the rewards' failures and times.)"""
         group_size, version, name = self.config.algorithm.group_size, self.fleet.version, round_name(step, number)
-        prompts, seeds = self.prompts.next(num_prompts), None
-        if self.config.rollout.deterministic:
-            limits = (self.config.rollout.sampling.max_new_tokens, self.inputs.vocab_size)
-            first = self.num_groups * group_size
-            seeds = group_seeds(self.config.seed, step, prompts, group_size, *limits, first_index=first)
+        prompts, sampling = self.prompts.next(num_prompts), self.config.rollout.sampling
+        how = (self.inputs.vocab_size, sampling.temperature, sampling.max_new_tokens)
+        seeds = seeds_for(self.config, step, prompts, group_size, *how, first_index=self.num_groups * group_size)
         with timed(times, "generate"):
             samples = self.fleet.generate(name, prompts, group_size, self.inputs.tokenizer, seeds=seeds)
         stale = {sample.policy_version for sample in samples} - {(version, version)}

@@ -3,7 +3,7 @@
 from contextlib import ExitStack
 
 from megarl.cluster.cluster import Cluster
-from megarl.cluster.placement import REWARD_SERVER, SERVER
+from megarl.cluster.placement import SERVER
 from megarl.collect import Collector
 from megarl.config import Config
 from megarl.inputs import Inputs
@@ -14,11 +14,12 @@ from megarl.rewards.scorer import Scorer
 from megarl.rollout.fleet import Fleet
 
 
-def generate_only(stack: ExitStack, config: Config, inputs: Inputs, run: RunDirectory, console: Console, device: str) -> None:
+def generate_only(
+    stack: ExitStack, config: Config, inputs: Inputs, run: RunDirectory, console: Console, device: str
+) -> None:
     """All steps' rounds: generated, scored, logged as a training would, and kept by rollout.save."""
-    parts = {SERVER}
-    if tokens := inputs.reward_tokens:
-        parts.add(REWARD_SERVER if tokens.role == "reward_server" else tokens.role)
+    tokens = inputs.reward_tokens
+    parts = {SERVER, tokens.part} if tokens else {SERVER}
     alone = config.model_copy(update={"placement": "disaggregated"})
     cluster = stack.enter_context(Cluster(alone, device, run.logs, run.run_id, console.line, parts=parts))
     cluster.start_servers()

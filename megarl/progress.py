@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from megarl.checkpoint import folder as folders
-from megarl.checkpoint.best import BestValidation
+from megarl.checkpoint.best import BestValidation, num_best
 from megarl.checkpoint.resume import Resume
 from megarl.checkpoint.saver import LoopState, Saver
 from megarl.cluster.role import RoleGroup
@@ -132,9 +132,8 @@ class Progress:
 
     def finish_step(self) -> None:
         """Commit what was begun in the step, or save it now where it is the best or the last."""
-        keeps_best = self.config.checkpoint.keep_best > 0 or self.config.trainer.early_stop is not None
         is_last = self.step == self.config.trainer.steps or self.best.why_stop()
-        is_wanted = is_last or (self._is_best and keeps_best)
+        is_wanted = is_last or (self._is_best and num_best(self.config) > 0)
         is_there = self.saver.published == self.step and not self._lacks_validation
         with self.interrupts.held(f"the save of step {self.step}"):
             if is_wanted and not self.saver.is_open and not is_there:

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from megarl.cluster.cluster import Cluster
-from megarl.cluster.placement import REWARD_SERVER, SERVER
+from megarl.cluster.placement import SERVER
 from megarl.config import Config
 from megarl.config_data import DataConfig
 from megarl.data import toy
@@ -44,7 +44,7 @@ def run(config: Config, samples_file: str | None, num_prompts: int | None, print
     alone = config.model_copy(update={"placement": "disaggregated"})
     parts = {SERVER} if samples is None else set()
     if tokens := inputs.reward_tokens:
-        parts.add(REWARD_SERVER if tokens.role == "reward_server" else tokens.role)
+        parts.add(tokens.part)
     with ExitStack() as stack:
         logs = stack.enter_context(log_folder(print_line))
         all_may_fail = config.rewards.model_copy(update={"on_error": "drop_sample", "max_error_ratio": 1.0})

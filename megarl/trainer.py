@@ -33,7 +33,7 @@ from megarl.rewards.scorer import Scorer
 from megarl.rewards.self_test import why_constant
 from megarl.rollout.fleet import Fleet
 from megarl.rollout.replay import Recording, Replay, check_recordings, validation_name
-from megarl.rollout.seeds import group_seeds
+from megarl.rollout.seeds import seeds_for
 from megarl.rollout.teacher import Teacher
 from megarl.sample import Sample
 from megarl.supervised import SupervisedTrainer
@@ -137,8 +137,9 @@ class Trainer(Loop):
         ranks = [f"{role.world_size} {name} ranks" for name, role in config.roles.megatron.items()]
         servers = [f"{group.servers} {name.removeprefix('roles.')} servers" for name, group in config.servers.items()]
         console.line(f"starting {', '.join(ranks + servers)}")
-        fleet = Replay(Recording(config.rollout.replay)) if config.rollout.replay else None
-        fleet = stack.enter_context(fleet or Fleet(config, cluster, inputs, console.line))
+        replay = config.rollout.replay
+        fleet = Replay(Recording(replay)) if replay else Fleet(config, cluster, inputs, console.line)
+        stack.enter_context(fleet)
         if config.placement == "colocated":
             fleet.connect()  # a server takes its share of what is free at its start: the actor comes after it
         actor, critic = cluster.start_role("actor"), None
@@ -205,18 +206,17 @@ class Trainer(Loop):
         with timed(times, "logprob"):
             entropies = self.score(samples, version=step - 1)
         memory |= self.memory("score")
+        self.progress.hold()
         if broken := nonfinite_fields(samples):
             self.skipped.add(f"step_{step:06d}", samples, f"{broken} log-probs or values of its samples are not finite")
         else:
             metrics |= policy_metrics(samples, entropies) | self.agreement(samples, version=step - 1)
-            self.progress.hold()
             metrics |= prepare(samples, self.config, self.kl.coefficient)
             self.place("update", times)
             with timed(times, "update"):
                 metrics |= self.updater.run(samples, step, self.kl.coefficient if algorithm.kl_in == "loss" else 0.0)
             memory |= self.memory("update")
             metrics |= self.adapt_kl(step, metrics, len(samples))
-        self.progress.hold()
         self.refresh_reference(step, times)
         with timed(times, "save"):  # now: a push may send the weights to host memory
             self.progress.begin_if_due(step)
@@ -348,11 +348,9 @@ class Trainer(Loop):
         if not prompts or not self.config.algorithm.reward:
             return {}
         self.place("generate", {})
-        number, temperature, limit = evaluation.samples_per_prompt, evaluation.temperature, evaluation.max_new_tokens
-        seeds = None
-        if self.config.rollout.deterministic and temperature > 0:
-            limits = (limit or self.config.rollout.sampling.max_new_tokens, self.inputs.vocab_size)
-            seeds = group_seeds(self.config.seed, step, prompts, number, *limits)
+        number, temperature = evaluation.samples_per_prompt, evaluation.temperature
+        limit = evaluation.max_new_tokens or self.config.rollout.sampling.max_new_tokens
+        seeds = seeds_for(self.config, step, prompts, number, self.inputs.vocab_size, temperature, limit)
         name, tokenizer = validation_name(step), self.inputs.tokenizer
         samples = self.fleet.generate(name, prompts, number, tokenizer, temperature, seeds, limit)
         result = evaluate_samples(name, samples, self.scorer, self.config)

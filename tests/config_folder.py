@@ -20,6 +20,14 @@ QWEN_0_5B = {
     "max_position_embeddings": 32768,
     "tie_word_embeddings": True,
 }
+MOE = QWEN_0_5B | {
+    "model_type": "qwen3_moe",
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 96,
+}
 
 
 @pytest.fixture

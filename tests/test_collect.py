@@ -31,7 +31,7 @@ def collector(groups, rewards=None, **algorithm) -> Collector:
 
     fleet = SimpleNamespace(generate=generate, version=0, served=None, calls=0)
     prompts = [Prompt([], [i], metadata={"number": i}) for i in range(1000)]
-    inputs = SimpleNamespace(stream=PromptStream(prompts, 1), tokenizer=None)
+    inputs = SimpleNamespace(stream=PromptStream(prompts, 1), tokenizer=None, vocab_size=8)
     return Collector(config, inputs, fleet, rewards or scorer(settings["reward"]))
 
 

@@ -4,18 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
-from config_folder import QWEN_0_5B, folder, only, refusal  # noqa: F401
+from config_folder import MOE, folder, only, refusal  # noqa: F401
 
 from megarl.config import load
-
-MOE = QWEN_0_5B | {
-    "model_type": "qwen3_moe",
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 96,
-}
 
 
 def actor_lora(**settings) -> str:

@@ -8,7 +8,6 @@ import pytest
 from end_to_end import ROOT, Run
 
 from megarl import cli
-from megarl.data import toy
 
 CONFIG = """device: cpu
 model: {path: toy/model, dtype: float32}
@@ -17,13 +16,6 @@ algorithm: {reward: gsm8k, prompts_per_step: 2, group_size: 2}
 rollout: {sampling: {max_new_tokens: 8}}
 """
 ROWS = [{"question": "Ann has 3 pens and buys 4.", "answer": "7"}, {"question": "Bob loses 2 of 9 cups.", "answer": "7"}]
-
-
-@pytest.fixture(scope="module")
-def toy_folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("toy")
-    toy.make(folder, seed=0)
-    return folder
 
 
 @pytest.fixture

@@ -88,7 +88,7 @@ def make(log, roles=None, statuses=(Status.COMPLETED, Status.TRUNCATED) * 2, val
     run = SimpleNamespace(log_samples=log.note("log_samples", log_samples), log_failed=lambda step, failed: None)
     skipped = SimpleNamespace(add=log.note("skip"), count=0)
     prompts = [Prompt([], [1], metadata={"number": i}) for i in range(100)]
-    inputs = SimpleNamespace(stream=PromptStream(prompts, 1), tokenizer=None)
+    inputs = SimpleNamespace(stream=PromptStream(prompts, 1), tokenizer=None, vocab_size=8)
     console = SimpleNamespace(line=log.note("line"), loud=log.note("loud"))
     critic = critic if config.roles.critic else None
     progress = SimpleNamespace(hold=log.note("hold"), begin_if_due=log.note("save"))
@@ -106,7 +106,7 @@ def test_an_iteration_in_its_order():
     log = Log()
     make(log, roles={"reference": {"refresh_every": 1}}, **PPO).step(1)
     scored = ["values", "logprobs", "logprobs"]
-    updated = ["hold", "train critic", "train actor", "hold", "capture_reference", "save", "push"]
+    updated = ["hold", "train critic", "train actor", "capture_reference", "save", "push"]
     assert log.names() == ["generate", "log_samples", *scored, *updated]
     assert log.of("push") == [((), {"version": 1})]
 

@@ -15,6 +15,11 @@ def metric_of(config: Config) -> tuple[str, str]:
     return metric, checkpoint.mode or ("min" if "loss" in last_word or "error" in last_word else "max")
 
 
+def num_best(config: Config) -> int:
+    """Checkpoints that stay for being the best."""
+    return max(config.checkpoint.keep_best, int(config.trainer.early_stop is not None))
+
+
 @dataclass
 class BestValidation:
     """Follows one metric over the validations of a run."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.checkpoint import folder as folders
-from megarl.checkpoint.best import metric_of
+from megarl.checkpoint.best import metric_of, num_best
 from megarl.checkpoint.folder import FileRecord
 from megarl.cluster.role import RoleGroup
 from megarl.config import Config
@@ -179,7 +179,6 @@ def retain(config: Config, run_path: Path, console: Console) -> None:
 
 def best_of(config: Config, found: list[Path], console: Console) -> list[Path]:
     """The checkpoints of the best validations, the best first; of equal ones the older."""
-    num_best = max(config.checkpoint.keep_best, int(config.trainer.early_stop is not None))
     metric, mode = metric_of(config)
     scored = []
     for folder in found:
@@ -192,7 +191,7 @@ def best_of(config: Config, found: list[Path], console: Console) -> list[Path]:
             continue
         if score is not None and not math.isnan(score):
             scored.append((-score if mode == "max" else score, folders.step_of(folder), folder))
-    return [folder for _, _, folder in sorted(scored)[:num_best]]
+    return [folder for _, _, folder in sorted(scored)[: num_best(config)]]
 
 
 def point_to_best(run_path: Path, folder: Path | None) -> None:

@@ -88,7 +88,8 @@ class Writer:
         self.engine.require("update" if contents.optimizer else "score")
         self.folder = Path(folder)
         self._about = _about(self.engine, contents)
-        state = _weights(self.engine) | _more_state(self.engine, contents)
+        weights = _weights(self.engine)
+        state = weights | _more_state(self.engine, contents, weights)
         apply_factories(state)
         shards = [shard for shard in nested_values(state) if is_main_replica(shard.replica_id)]
         tensors = [shard for shard in shards if isinstance(shard, ShardedTensor)]
@@ -182,7 +183,8 @@ def load(engine: Engine, folder: str | Path, contents: Contents = Contents()) ->
     if contents.reference:
         engine.reserve_reference(getattr(torch, about["reference"]))
     same_layout = contents.optimizer and about["layout"] == parallel.layout()
-    state = _weights(engine) | _more_state(engine, contents, with_generators=same_layout)
+    weights = _weights(engine)
+    state = weights | _more_state(engine, contents, weights, with_generators=same_layout)
     try:
         loaded = dist_checkpointing.load(state, str(folder), validate_access_integrity=False)
     except CheckpointException as error:  # a BaseException: it would end the process
@@ -243,10 +245,10 @@ def _weights(engine: Engine) -> dict:
     return states
 
 
-def _more_state(engine: Engine, contents: Contents, with_generators: bool = True) -> dict:
+def _more_state(engine: Engine, contents: Contents, weights: dict, with_generators: bool = True) -> dict:
     """Under keys of their own; the tensors are those of the engine, so that a load fills them."""
     state = {}
-    places = {shard.data: shard for shard in nested_values(_weights(engine)) if not isinstance(shard, ShardedObject)}
+    places = {shard.data: shard for shard in nested_values(weights) if not isinstance(shard, ShardedObject)}
     if contents.optimizer:
         state["optimizer"] = optimizer_state.sharded_state(engine.optimizer, places)
     if contents.optimizer and with_generators:

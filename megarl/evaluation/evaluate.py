@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from megarl.cluster.cluster import Cluster
-from megarl.cluster.placement import REWARD_SERVER, SERVER
+from megarl.cluster.placement import SERVER
 from megarl.config import Config
 from megarl.config_rewards import RewardsConfig
 from megarl.data import toy
@@ -31,7 +31,7 @@ from megarl.machine import resolve_device
 from megarl.rewards.model import RewardModel, RewardTokens
 from megarl.rewards.scorer import Scorer
 from megarl.rollout.client import RolloutClient
-from megarl.rollout.seeds import group_seeds
+from megarl.rollout.seeds import seeds_for
 from megarl.sample import Prompt, Sample
 
 PrintLine = Callable[[str], None]
@@ -159,9 +159,7 @@ def respond(
 ) -> ModelResult:
     """Serve a model, have it answer the prompts, and score what it says. Its servers end before this returns."""
     model, config, tokens = candidate.model, candidate.config, candidate.reward_tokens
-    parts = {SERVER}
-    if tokens:
-        parts.add(REWARD_SERVER if tokens.role == "reward_server" else tokens.role)
+    parts = {SERVER, tokens.part} if tokens else {SERVER}
     with ExitStack() as stack:
         path = stack.enter_context(served_folder(model, folder))
         served = config.model_copy(update={"model": config.model.model_copy(update={"path": str(path)})})
@@ -178,12 +176,11 @@ def generate(stack: ExitStack, config: Config, cluster: Cluster, candidate: Cand
     stop = [candidate.tokenizer.eos_token_id]
     client = RolloutClient.of(config.rollout, urls, stop_token_ids=stop, context_length=candidate.shape.max_positions)
     stack.callback(client.close)
-    prompts, number, seeds = candidate.prompts, evaluation.samples_per_prompt, None
-    if config.rollout.deterministic and evaluation.temperature > 0:
-        limits = (config.rollout.sampling.max_new_tokens, candidate.shape.vocab_size)
-        seeds = group_seeds(config.seed, 0, prompts, number, *limits)
+    prompts, number = candidate.prompts, evaluation.samples_per_prompt
+    temperature, limit = evaluation.temperature, config.rollout.sampling.max_new_tokens
+    seeds = seeds_for(config, 0, prompts, number, candidate.shape.vocab_size, temperature, limit)
     while_waiting = partial(client.raise_dead, urls, "rollout server")
-    return client.generate(prompts, number, candidate.tokenizer, evaluation.temperature, while_waiting, seeds)
+    return client.generate(prompts, number, candidate.tokenizer, temperature, while_waiting, seeds)
 
 
 def settings_of(candidate: Candidate, notes: list[str]) -> dict[str, str | float]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from safetensors import safe_open
 
 from megarl.cluster.cluster import Cluster
+from megarl.cluster.placement import REWARD_SERVER
 from megarl.cluster.role import RoleGroup
 from megarl.config import Config
 from megarl.data.chat import blamed_on, load_tokenizer, read_tokenizer, render
@@ -56,6 +57,11 @@ class RewardTokens:
                 f"{key}: data.max_prompt_tokens + rollout.sampling.max_new_tokens = {prompt} + {response} = "
                 f"{prompt + response} is more than the reward model's max_position_embeddings = {self.context_length}"
             )
+
+    @property
+    def part(self) -> str:
+        """What of a cluster gives the scores, by the name that it has there."""
+        return REWARD_SERVER if self.role == "reward_server" else self.role
 
     def encode(self, samples: list[Sample]) -> list[list[int]]:
         """The ids of each sample. Raises RunError naming one that the reward model cannot read."""

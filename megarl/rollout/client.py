@@ -92,9 +92,10 @@ class RolloutClient:
     ) -> list[Sample]:
         """`group_size` samples for each prompt, in order: sample i * group_size + j is the j-th of prompt i.
 
-        `temperature` and `max_new_tokens` override the configured ones; 0 is greedy, without `rollout_logprobs`. `group_id` is the
-        prompt's place in this call, `index` the sample's. A response may have at most
-        min(max_new_tokens, context_length - prompt length) tokens. `while_waiting` is called again and again meanwhile.
+        `temperature` and `max_new_tokens` override the configured ones; a temperature of 0 is greedy and gives no
+        `rollout_logprobs`. `group_id` is the prompt's place in this call, `index` the sample's. A response may have at
+        most min(max_new_tokens, context_length - prompt length) tokens. `while_waiting` is called again and again
+        meanwhile.
         `seeds`: one per sample, [i][j]; only servers of deterministic inference heed them (rollout/seeds.py).
         Raises RunError when a request fails for good.
         """

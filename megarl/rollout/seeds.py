@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
+    from megarl.config import Config
     from megarl.sample import Prompt
 
 ATTENTION_BACKENDS = ("fa3", "fa4", "flashinfer", "triton")  # on NVIDIA's GPUs; flashinfer without cached prefixes
@@ -64,6 +65,22 @@ def group_seeds(
         ]
         for i, prompt in enumerate(prompts)
     ]
+
+
+def seeds_for(
+    config: "Config",
+    step: int,
+    prompts: list["Prompt"],
+    group_size: int,
+    vocab_size: int,
+    temperature: float,
+    max_new_tokens: int,
+    first_index: int = 0,
+) -> list[list[int]] | None:
+    """`group_seeds` of a run; None where the config wants none, and for greedy responses."""
+    if not config.rollout.deterministic or temperature == 0:
+        return None
+    return group_seeds(config.seed, step, prompts, group_size, max_new_tokens, vocab_size, first_index)
 
 
 def tokens_of_largest_hash(seed: int, positions: np.ndarray) -> np.ndarray:

@@ -309,7 +309,7 @@ def collector(config: Config, prompts: list[Prompt]) -> Collector:
         return samples
 
     fleet = SimpleNamespace(generate=generate, version=0)
-    inputs = SimpleNamespace(stream=PromptStream(prompts, config.seed), tokenizer=None, prompts=prompts)
+    inputs = SimpleNamespace(stream=PromptStream(prompts, config.seed), tokenizer=None, vocab_size=8, prompts=prompts)
     return Collector(config, inputs, fleet, scorer("completed"))
 
 

@@ -18,7 +18,6 @@ from megarl import cli
 from megarl.checkpoint.folder import publish
 from megarl.config import Config
 from megarl.config_rewards import RewardConfig
-from megarl.data import toy
 from megarl.errors import ConfigError, RunError
 from megarl.evaluation import models
 from megarl.evaluation.estimators import metrics_of
@@ -46,13 +45,6 @@ def num_vowels(text):
 def answer_of(response):
     return None if response[:1] in ("", " ") else str(num_vowels(response) // 2)
 '''
-
-
-@pytest.fixture(scope="module")
-def toy_folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("toy")
-    toy.make(folder, seed=0)
-    return folder
 
 
 @pytest.fixture

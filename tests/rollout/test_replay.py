@@ -167,7 +167,7 @@ class Recorded:
 
 
 def steps_of(config: Config, fleet, num_steps: int) -> list[list[tuple]]:
-    inputs = SimpleNamespace(stream=PromptStream(prompts_of(10), 1), tokenizer=None)
+    inputs = SimpleNamespace(stream=PromptStream(prompts_of(10), 1), vocab_size=8, tokenizer=None)
     collector, steps = Collector(config, inputs, fleet, scorer("completed")), []
     for step in range(1, num_steps + 1):
         fleet.version = step - 1

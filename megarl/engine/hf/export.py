@@ -5,11 +5,10 @@ import os
 from pathlib import Path
 
 import torch
-import yaml
 from huggingface_hub import StateDictSplit, split_torch_state_dict_into_shards
 
+from megarl.checkpoint.config_changes import read as read_config
 from megarl.checkpoint.folder import CONFIG, HF_FOLDER, NAME, record_all, role_folder, step_of, sync_directory
-from megarl.config_file import Loader
 from megarl.engine.hf.conversion import describe, new_folder, require_room
 from megarl.engine.hf.files import copy_small_files
 from megarl.engine.hf.peft import write_peft
@@ -93,7 +92,7 @@ def began_with(checkpoint: Path, role: str) -> str:
     file = checkpoint / CONFIG
     if not file.is_file():
         raise ConfigError(f"{file} does not exist, which names the base model: --base-model does too")
-    config = yaml.load(file.read_text(encoding="utf-8"), Loader)
+    config = read_config(file)
     return (config["roles"].get(role) or {}).get("path") or config["model"]["path"]
 
 
