@@ -15,7 +15,7 @@ from megarl.evaluation.estimators import metrics_of
 from megarl.evaluation.settings import read_options
 from megarl.sample import Prompt, Sample
 
-OFFICIAL = os.environ.get("MEGARL_GSM8K")
+OFFICIAL = Path(os.environ["MEGARL_GSM8K"]).resolve() if os.environ.get("MEGARL_GSM8K") else None
 NEEDS_OFFICIAL = pytest.mark.skipif(not OFFICIAL, reason="MEGARL_GSM8K names the folder of GSM8K's files")
 
 
@@ -27,7 +27,7 @@ def file(request, tmp_path, monkeypatch):
     config = json.loads(Path("toy/model/config.json").read_text()) | {"max_position_embeddings": 4096}
     Path("toy/model/config.json").write_text(json.dumps(config))
     if request.param == "official":
-        shutil.copy(Path(OFFICIAL, "test.jsonl"), "test.jsonl")
+        shutil.copy(OFFICIAL / "test.jsonl", "test.jsonl")
     else:
         toy.write_gsm8k_like("test.jsonl", num_rows=60, seed=0)
     return Path("test.jsonl")
