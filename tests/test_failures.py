@@ -69,6 +69,7 @@ def test_too_few_cpus_is_an_error_in_seconds_that_names_both_numbers(tmp_path):
         assert_one_sentence(run, "actor: 2000 CPU", " CPU, 0 GPU")
 
 
+@pytest.mark.soak
 def test_a_server_that_dies_at_start_ends_the_run_with_its_last_words(tmp_path):
     with Run(tmp_path, QUICKSTART, *SHORT, "rollout.server_args={quantization: nonsense}") as run:
         assert run.wait(START_S) == 1
@@ -82,7 +83,8 @@ def assert_servers_follow_the_actor(run: Run) -> None:
     assert all(m["rollout/logprob_diff_mean"] < 1e-5 for m in found)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_saves_if_told_to_and_ends_everything(tmp_path, number):
     """Also: actor and server in turns, two stages, two updates per step, KL and entropy terms, a falling rate, and agreement
     of log-probs at a temperature other than 1."""

@@ -46,7 +46,8 @@ def train_with_kills(folder: Path, overrides: tuple[str, ...], name: str, num_ki
                 assert f"going on from runs/{name}/checkpoints/{before.name}, after step {step_of(before)}" in run.output
 
 
-@pytest.mark.parametrize("num_kills", [1, pytest.param(20, marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("num_kills", [1, 20])
 def test_a_run_that_was_killed_during_its_saves_ends_as_one_that_was_not(tmp_path, num_kills):
     """Across ends of epochs (O15), with half-written checkpoints (O16)."""
     num_steps = 20 + 20 * num_kills

@@ -59,6 +59,7 @@ def test_a_validation_that_is_not_finite_ends_the_run_with_the_numbers(folder, b
         trainer(folder, "warm_start", actor, [], name="sft").evaluate(4)
 
 
+@pytest.mark.soak
 def test_weights_that_overflow_are_told_in_one_line(tmp_path):
     overrides = ["data.validation=runs/toy/warm_start.jsonl", "trainer.evaluate_prompts=8", "trainer.evaluate_every=1"]
     optimizer = {"learning_rate": "1e30", "warmup_steps": "0"}
