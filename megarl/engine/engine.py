@@ -73,7 +73,6 @@ class Engine:
         self.runnable = self._with_gradients() if trainable else self.chunks
         self.optimizer = None
         self._reference: Snapshot | None = None
-        self._own = Snapshot()  # of the weights, while the reference's are in their place
         self._phase: Phase = "update"
         self._moved_weights, self._moved_optimizer = MovedTensors(), MovedTensors()
 
@@ -342,14 +341,15 @@ class Engine:
     @contextlib.contextmanager
     @torch.no_grad()
     def _reference_weights(self):
-        """The reference's weights in the place of the engine's own: no second model on the device."""
-        assert self._reference is not None, "capture_reference() comes first"
-        self._own.take(self._trained_weights())
-        self._reference.put(self._trained_weights())
+        """The reference's weights in the place of the engine's own, which stay on the device beside them."""
+        own = [(parameter, parameter.data) for parameter, _ in self.reference_tensors()]
+        for parameter, values in self.reference_tensors():
+            parameter.data = values.to(parameter.device, parameter.dtype, non_blocking=True)
         try:
             yield
         finally:
-            self._own.put(self._trained_weights())
+            for parameter, weights in own:
+                parameter.data = weights
 
 
 def _loss_head(loss: Loss) -> Head:

@@ -90,11 +90,6 @@ class Snapshot:
         for part, tensor in zip(self.parts, tensors, strict=True):
             part.lerp_(tensor.to(part.device, part.dtype), 1 - decay)
 
-    def put(self, tensors: Sequence[torch.Tensor]) -> None:
-        for part, tensor in zip(self.parts, tensors, strict=True):
-            tensor.copy_(part, non_blocking=True)
-        parallel.synchronize()
-
 
 def _bytes_at(pages: mmap.mmap, offset: int, size: int) -> torch.Tensor:
     if size == 0:
