@@ -15,6 +15,7 @@ from megarl.config_errors import covers, validate
 from megarl.config_evaluation import EvaluationConfig
 from megarl.config_guards import GuardsConfig
 from megarl.config_lora import LoraConfig
+from megarl.config_monitor import MonitorConfig
 from megarl.config_rewards import RewardsConfig
 from megarl.config_section import Section
 from megarl.errors import ConfigError
@@ -134,7 +135,13 @@ class RoleConfig(LayoutConfig):
     offload: Literal["none", "optimizer", "all"] | None = Field(
         None,
         description="to host memory: the optimizer and gradients outside of updates; all: weights too while "
-        "generating; null: all where servers share the GPUs, else none",
+        "generating; null: all where servers share the GPUs, else none. What stays on a shared GPU must fit beside what "
+        "rollout.server_args.mem_fraction_static gives the servers",
+    )
+    host_optimizer: bool = Field(
+        False,
+        description="master weights and moments in host memory: 12 bytes per parameter that pass through the GPU in each "
+        "update instead of staying there",
     )
     lora: LoraConfig | None = Field(None, description="null: all weights are trained")
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -208,7 +215,7 @@ class RolesConfig(Section):
     @property
     def trained(self) -> dict[str, RoleConfig]:
         """Those of them that are trained."""
-        return {name: role for name, role in self.megatron.items() if name != "reward_model"}
+        return {name: role for name, role in self.megatron.items() if isinstance(role, RoleConfig)}
 
 
 class SamplingConfig(Section):
@@ -308,6 +315,7 @@ class Config(Section):
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     guards: GuardsConfig = GuardsConfig()
+    monitor: MonitorConfig = MonitorConfig()
     cluster: ClusterConfig = ClusterConfig()
     debug: DebugConfig = DebugConfig()
 
@@ -340,6 +348,7 @@ class Config(Section):
 
     @property
     def overlong_buffer_tokens(self) -> int:
+        assert self.algorithm.overlong is not None, "algorithm.overlong is null"
         return self.algorithm.overlong.buffer_tokens or -(-self.rollout.sampling.max_new_tokens // 5)
 
     def model_of(self, role: str) -> ModelConfig:

@@ -16,6 +16,7 @@ from megarl.config_algorithm_checks import check_algorithm
 from megarl.config_checkpoint_checks import CHECKPOINT_CHECKS
 from megarl.config_data_checks import DATA_CHECKS
 from megarl.config_evaluation import check_evaluation
+from megarl.config_monitor import check_monitor
 from megarl.config_role_checks import check_role, check_role_model, check_transformer_impl
 from megarl.config_violation import Violation, divisors, listed
 from megarl.engine.hf import FAMILIES
@@ -66,7 +67,7 @@ def check_ray_address(config: "Config") -> Iterator[Violation]:
 
 
 def check_model(config: "Config") -> Iterator[Violation]:
-    paths = {"actor": ("model.path", "toy.folder")}
+    paths: dict[str, tuple[str, ...]] = {"actor": ("model.path", "toy.folder")}
     paths |= {"critic": ("roles.critic.path",)} if config.roles.critic and config.roles.critic.path else {}
     for role in ("teacher", *REWARD_ROLES):
         paths |= {role: (f"roles.{role}.path",)} if getattr(config.roles, role) else {}
@@ -227,9 +228,6 @@ def check_placement(config: "Config") -> Iterator[Violation]:
         return
     actor, critic, rollout = config.roles.actor, config.roles.critic, config.rollout
     for name, role in config.roles.trained.items():
-        if role.offload not in (None, "all"):
-            text = f"given {role.offload}, but with placement: colocated the {name} leaves its GPUs to the servers"
-            yield Violation(f"{text}; valid: all", (f"roles.{name}.offload", "placement", "algorithm.name"))
         if role.nodes > 1:
             text = f"given {role.nodes}, but placement: colocated hands weights over inside one machine; valid: 1"
             yield Violation(text, (f"roles.{name}.nodes", "placement", "algorithm.name"))
@@ -311,6 +309,7 @@ CHECKS = (
     check_optimizer,
     check_sampling,
     check_ports,
+    check_monitor,
     check_placement,
     check_checksum,
     check_server_dtype,

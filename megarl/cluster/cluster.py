@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 import ray
+from ray.exceptions import RayError
 from ray.job_config import JobConfig
 from ray.util.placement_group import PlacementGroup, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -27,6 +28,7 @@ from megarl.rollout.seeds import SERVER_ARGS
 
 OBJECT_STORE_BYTES = 2**30  # samples pass through it, weights never do
 STOP_TIMEOUT_S = 15.0
+GPU_MEMORY_S = 2.0
 
 
 class Cluster:
@@ -101,8 +103,8 @@ class Cluster:
         # Ray would SIGKILL a dying worker's children; ours must live to end the server (rollout/launch.py).
         keep_children = {"RAY_kill_child_processes_on_worker_exit": "false"}
         options = self._in_bundle(f"{kind}/{index}", group, bundle, cpus, gpus, keep_children)
-        # The second thread is for `stop`, which must not queue behind `wait_ready`.
-        return ray.remote(ServerWorker).options(**options, max_concurrency=2).remote(
+        # The other threads are for `stop`, which must not queue behind `wait_ready`, and for `gpu_memory`.
+        return ray.remote(ServerWorker).options(**options, max_concurrency=3).remote(
             log_path=self._server_log(f"{kind} {index}"),
             model_path=model.path,
             dtype=model.dtype,
@@ -170,6 +172,24 @@ class Cluster:
         """server-0.log, teacher-server-0.log"""
         return str(self.log_directory / f"{name.removeprefix('rollout ').replace(' ', '-')}.log")
 
+    def gpu_memory(self) -> dict[tuple[str, str, int], int]:
+        """Bytes that each role holds of GPUs, by (role, node, number of the GPU there): `machine.gpu_memory` in the
+        processes of all ranks and servers that answer in GPU_MEMORY_S. May be called from any thread."""
+        if self.device == "cpu":
+            return {}
+        sections = {kind: section.removeprefix("roles.") for section, kind in placement.SERVERS.items()}
+        workers = [(role.name, handle) for role in list(self._roles.values()) for handle in role.handles]
+        workers += [(sections[name.rpartition(" ")[0]], server) for name, server in list(self._servers.items())]
+        asked = {handle.gpu_memory.remote(): role for role, handle in workers}
+        held: dict[tuple[str, str, int], int] = {}
+        for answer in ray.wait(list(asked), num_returns=len(asked), timeout=GPU_MEMORY_S)[0] if asked else []:
+            with contextlib.suppress(RayError):  # of one that died
+                node, by_gpu = ray.get(answer)
+                for gpu, num_bytes in by_gpu.items():
+                    key = asked[answer], node, gpu
+                    held[key] = held.get(key, 0) + num_bytes
+        return held
+
     def stop_servers(self) -> None:
         """All at the same time: a server needs seconds to end."""
         stops = [server.stop.remote() for server in self._servers.values()]
@@ -189,7 +209,7 @@ class Cluster:
         """
         role, is_trained = self.config.roles.megatron[name], name in self.config.roles.trained
         if self._colocated and is_trained:
-            role = role.model_copy(update={"offload": "all"})
+            role = role.model_copy(update={"offload": role.offload or "all"})
         head = head or ("lm" if name == "actor" else "value")
         if head == "value" and not isinstance(role, CriticConfig):
             role = CriticConfig(**dict(role), value_head_bias=name == "reward_model")

@@ -250,7 +250,7 @@ def _more_state(engine: Engine, contents: Contents, weights: dict, with_generato
     state = {}
     places = {shard.data: shard for shard in nested_values(weights) if not isinstance(shard, ShardedObject)}
     if contents.optimizer:
-        state["optimizer"] = optimizer_state.sharded_state(engine.optimizer, places)
+        state["optimizer"] = optimizer_state.sharded_state(engine.optimizer, places, engine.optimizer_values)
     if contents.optimizer and with_generators:
         rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
         state["generators"] = ShardedObject("generators", _generators(), (size,), (rank,))

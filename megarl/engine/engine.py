@@ -5,6 +5,7 @@ ranks for which `parallel.reports_results()` holds return the results of their d
 """
 
 import contextlib
+import gc
 import math
 from collections.abc import Callable, Iterator
 from typing import Literal
@@ -21,6 +22,7 @@ from megarl.engine.fused import use_transformer_engine, why_not_transformer_engi
 from megarl.engine.hf.flops import forward_flops
 from megarl.engine.hf.mapping import Parameter, from_shards
 from megarl.engine.hf.shape import ModelShape
+from megarl.engine.host_optimizer import HostOptimizer
 from megarl.engine.logprob import logprobs_and_entropy
 from megarl.engine.lora import adapted_weights
 from megarl.engine.model import (
@@ -72,6 +74,7 @@ class Engine:
         self._adapted = adapted_weights(self.chunks)
         self.runnable = self._with_gradients() if trainable else self.chunks
         self.optimizer = None
+        self._host_optimizers: list[HostOptimizer] = []
         self._reference: Snapshot | None = None
         self._phase: Phase = "update"
         self._moved_weights, self._moved_optimizer = MovedTensors(), MovedTensors()
@@ -95,7 +98,8 @@ class Engine:
         """Start a fresh AdamW (state zero); the learning rate comes with each step."""
         self.require("update")
         self.optimizer_settings = settings
-        self.optimizer = None  # its memory goes before the next one's is taken
+        self.optimizer, self._host_optimizers = None, []  # its memory goes before the next one's is taken
+        gc.collect()
         self.optimizer = get_megatron_optimizer(
             MegatronOptimizerConfig(
                 optimizer="adam",
@@ -112,6 +116,8 @@ class Engine:
             self.runnable,
             use_gloo_process_groups=False,
         )
+        if self.role.host_optimizer:
+            self._host_optimizers = [HostOptimizer(one) for one in self.optimizer.chained_optimizers]
 
     def train_step(
         self,
@@ -223,6 +229,12 @@ class Engine:
         trained = (parameter for parameter in self.parameters() if parameter.requires_grad)
         return list(zip(trained, self._reference.parts, strict=True))
 
+    def optimizer_values(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Of a master weight or moment: a view of its values, wherever they are; what is written to it stays."""
+        for optimizer in self._host_optimizers:
+            tensor = optimizer.values(tensor)
+        return tensor
+
     def hf_tensors(
         self, read: Callable[[torch.nn.Parameter], torch.Tensor] | None = None
     ) -> Iterator[tuple[str, torch.Tensor]]:
@@ -301,10 +313,12 @@ class Engine:
         return [parameter.main_grad for parameter in self.parameters() if hasattr(parameter, "main_grad")]
 
     def _optimizer_tensors(self) -> list[torch.Tensor]:
-        """Master weights and moments; not those master weights that in float32 are views of the weights themselves."""
+        """Master weights and moments, where they are on the device; not those master weights that in float32 are views
+        of the weights themselves."""
         weights = {tensor.untyped_storage()._cdata for tensor in self._weights()}
         held = []
-        for optimizer in self.optimizer.chained_optimizers if self.optimizer else []:
+        on_device = self.optimizer is not None and not self._host_optimizers
+        for optimizer in self.optimizer.chained_optimizers if on_device else []:
             held += [parameter.data for group in optimizer.optimizer.param_groups for parameter in group["params"]]
             values = (value for state in optimizer.optimizer.state.values() for value in state.values())
             held += [value for value in values if isinstance(value, torch.Tensor)]

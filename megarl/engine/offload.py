@@ -50,7 +50,7 @@ class MovedTensors:
             return
         kept, dropped = _storages(kept), _storages(dropped)
         for storage, part in zip(kept, self._memory.parts([storage.nbytes() for storage in kept])):
-            part.copy_(_bytes(storage), non_blocking=True)
+            part.copy_(bytes_of(storage), non_blocking=True)
             self._moved.append((storage, storage.nbytes(), part))
         self._moved += [(storage, storage.nbytes(), None) for storage in dropped]
         parallel.synchronize()
@@ -60,7 +60,7 @@ class MovedTensors:
     def move_in(self) -> None:
         for storage, size, part in self._moved:
             storage.resize_(size)
-            values = _bytes(storage)
+            values = bytes_of(storage)
             values.zero_() if part is None else values.copy_(part, non_blocking=True)
         self._moved = []
 
@@ -102,5 +102,6 @@ def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
     return list({tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}.values())
 
 
-def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    """All of it, as uint8."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

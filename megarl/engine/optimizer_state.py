@@ -7,7 +7,7 @@ from them.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -19,15 +19,18 @@ Weights = Mapping[torch.nn.Parameter, ShardedTensor | ShardedTensorFactory]
 PREFIX = "optimizer."
 
 
-def sharded_state(optimizer: ChainedOptimizer, weights: Weights) -> dict[str, ShardedTensor]:
+def sharded_state(
+    optimizer: ChainedOptimizer, weights: Weights, values: Callable[[torch.Tensor], torch.Tensor]
+) -> dict[str, ShardedTensor]:
     """This rank's part of the master weights, unless they are the weights themselves, and of the moments, once there
-    are some: views of them, so that a load into these fills them. `weights`: each parameter's place in the model."""
+    are some: views of them, so that a load into these fills them. `weights`: each parameter's place in the model;
+    `values`: `Engine.optimizer_values`."""
     boxes = [
         box
         for distributed in optimizer.chained_optimizers
         for parameter, start in _held(distributed)
         for name, flat in _states(distributed, parameter)
-        for box in boxes_of(weights[parameter], f"{PREFIX}{name}.", flat, start)
+        for box in boxes_of(weights[parameter], f"{PREFIX}{name}.", values(flat), start)
     ]
     return {str(i): box for i, box in enumerate(boxes)}
 

@@ -4,6 +4,7 @@ import datetime
 import math
 import os
 import random
+from types import ModuleType
 
 import numpy as np
 import torch
@@ -161,6 +162,11 @@ def barrier() -> None:
 
 def is_rank_zero() -> bool:
     return dist.get_rank() == 0
+
+
+def device_module() -> ModuleType:
+    """torch.cuda, or torch.cpu, which has streams and events that do nothing."""
+    return torch.get_device_module(device())
 
 
 def synchronize() -> None:

@@ -22,6 +22,7 @@ VOCAB_SIZE = 101
 SEQUENCES = [[5, 6, 7, 8, 9, 3, 90], list(range(100, 60, -1)), [1, 100] * 9, [4, 2, 17]]
 SAMPLES = [Sample.from_response(Prompt([], ids[:1]), ids[1:], group_id=0, index=0) for ids in SEQUENCES]
 EVERYTHING = {"optimizer": True, "reference": True}
+HOST = {"host_optimizer": True}
 TP_SP = {"tensor_parallel": 2, "sequence_parallel": True}
 TP4, PP2, EP2 = {"tensor_parallel": 4}, {"pipeline_parallel": 2}, {"expert_parallel": 2}
 VPP2 = PP2 | {"virtual_pipeline_parallel": 2}
@@ -120,6 +121,7 @@ EXACT = {  # family, tied, head, dtype, steps before the save, EMA of the refere
     "one rank, after a skipped step": ("qwen2", True, "lm", "bfloat16", 2, 0.9, 1, {}),
     "before the first step": ("llama", False, "lm", "float32", 0, None, 1, {}),
     "DP 2": ("qwen2", True, "lm", "bfloat16", 3, 0.9, 2, {}),
+    "optimizer in host memory": ("qwen2", True, "lm", "bfloat16", 3, 0.9, 2, HOST),
     "TP 2": ("qwen3", False, "lm", "bfloat16", 3, None, 2, TP_SP),
     "tied, PP 2": ("qwen2", True, "lm", "float32", 3, 0.9, 2, PP2),
     "critic": ("llama", False, "value", "float32", 3, None, 1, {}),
@@ -179,7 +181,7 @@ def load_and_save(rank, model, folder, head, dtype, role):
 
 RESHARDED = {  # family, tied, head, dtype, saved under, loaded under: number of ranks, RoleConfig
     "TP 2 to one rank": ("qwen2", True, "lm", "bfloat16", (2, TP_SP), (1, {})),
-    "one rank to DP 2": ("llama", False, "lm", "bfloat16", (1, {}), (2, {})),
+    "one rank to DP 2, the optimizer in host memory": ("llama", False, "lm", "bfloat16", (1, {}), (2, HOST)),
     "DP 2 to TP 2 PP 2": ("qwen2", True, "lm", "float32", (2, {}), (4, TP_SP | PP2)),
     "VPP 2 to DP 3": ("llama", False, "lm", "float32", (2, VPP2), (3, {})),
     "one rank to TP 4, a vocabulary padded further": ("qwen3", False, "lm", "float32", (1, {}), (4, TP4)),
