@@ -7,6 +7,7 @@ from megarl.config_file import dump
 from megarl.config_rewards import RewardConfig
 from megarl.config_section import changed_keys
 from megarl.machine import resolve_device
+from megarl.memory_plan import memory_lines
 from megarl.presets import WITH_REFERENCE
 
 if TYPE_CHECKING:
@@ -38,6 +39,8 @@ def describe(config: "Config") -> str:
     lines += ["", "role           layout            GPUs   CPUs"]
     rows = needs(config, int(device == "cuda"))
     lines += [f"{name:14} {layout:16} {gpus:5} {cpus:6g}" for name, layout, gpus, cpus in rows]
+    if device == "cuda":
+        lines += ["", *memory_lines(config)]
     return dump(config.model_dump(mode="json")) + "\n".join(f"# {line}".rstrip() for line in lines) + "\n"
 
 
@@ -107,8 +110,8 @@ def active_parts(config: "Config") -> dict[str, str]:
 
 def _name(algorithm: AlgorithmConfig) -> str:
     """The preset, and which keys are not as it has them."""
-    changed = dict.fromkeys(key.partition(".")[0] for key, _, _ in changed_keys(algorithm, algorithm.preset))
-    changed = [key for key in changed if key not in OF_THE_TASK]
+    keys = dict.fromkeys(key.partition(".")[0] for key, _, _ in changed_keys(algorithm, algorithm.preset))
+    changed = [key for key in keys if key not in OF_THE_TASK]
     return algorithm.name + (f", but for {', '.join(changed)}" if changed else "")
 
 
@@ -129,6 +132,7 @@ def _reward(name: str, part: RewardConfig) -> str:
 
 def _overlong(config: "Config") -> str:
     overlong = config.algorithm.overlong
+    assert overlong is not None, "algorithm.overlong is null"
     texts = []
     if overlong.penalty > 0:
         texts.append(f"penalty up to {overlong.penalty:g} over the last {config.overlong_buffer_tokens} tokens")
@@ -136,7 +140,8 @@ def _overlong(config: "Config") -> str:
 
 
 def _advantage(algorithm: AlgorithmConfig) -> str:
-    text, gae = algorithm.advantage, algorithm.gae
+    text: str = algorithm.advantage
+    gae = algorithm.gae
     if text == "grpo":
         text += f", {'divided by' if algorithm.normalize_by_std else 'without'} the group's std"
     if text == "gae":
