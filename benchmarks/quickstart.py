@@ -33,7 +33,7 @@ def main() -> None:
 def measure(command: str, runs: dict[str, list[str]], out: Path) -> None:
     """Run the quickstart with each label's overrides, keep the figures in `out` and print a table of them."""
     results = {label: run(label, overrides) for label, overrides in runs.items()}
-    env = [result.pop("env") for result in results.values()][0]
+    env = next(result.pop("env") for result in results.values())
     report = {
         "command": command,
         "date": time.strftime("%Y-%m-%d"),

@@ -15,6 +15,7 @@ import statistics
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -161,7 +162,7 @@ def broadcast_rank(rank: int, port: int, device: str, file: str) -> None:
     rates = []
     for mb in CEILING_MB:
         tensor = torch.zeros(mb * 2**20, dtype=torch.uint8, device=device)
-        rates.append(rate(lambda: dist.broadcast(tensor, 0), tensor.nbytes, device))
+        rates.append(rate(partial(dist.broadcast, tensor, 0), tensor.nbytes, device))
     if rank == 0:
         Path(file).write_text(json.dumps(rates))
     dist.destroy_process_group()

@@ -7,4 +7,4 @@ launch/setup_env.sh
 unset PYTHONDONTWRITEBYTECODE
 name="name=quickstart-$(date +%Y%m%d-%H%M%S)"  # a run never overwrites another
 for argument in "$@"; do case "$argument" in name=*) name="" ;; esac; done
-exec .venv/bin/megarl train configs/quickstart.yaml $name "$@"
+exec .venv/bin/megarl train configs/quickstart.yaml ${name:+"$name"} "$@"

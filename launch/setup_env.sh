@@ -35,5 +35,5 @@ if [ -z "$uv" ]; then
 fi
 echo "megarl: installing the stack of constraints.txt (about 9 GB the first time)"
 "$uv" pip install --quiet --python .venv/bin/python --constraint constraints.txt --override launch/overrides.txt \
-  --editable ".${extras:+[$extras]}"
+  --build-constraints constraints.txt --editable ".${extras:+[$extras]}"
 echo "$have$missing" > "$stamp"

@@ -8,6 +8,7 @@ import sys
 
 import megarl
 from megarl import data_report
+from megarl.cluster import check_settings
 from megarl.config import describe, load
 from megarl.config_checks import refuse_used_run
 from megarl.errors import ConfigError, RunError
@@ -49,11 +50,14 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "--allow-config-change", action="store_true", help="resume with a config that trains otherwise"
     )
     train_parser.add_argument("--dry-run", action="store_true", help="check and print the config and what it needs")
+    train_parser.add_argument("--seeds", metavar="K,K", help="a run for each seed in turn, NAME-seedK, and their spread")
+    add_ray_address(train_parser)
     data_parser = commands.add_parser("data", help="a quality report on data; conversion", allow_abbrev=False)
     data_report.add_arguments(data_parser)
     reward_parser = commands.add_parser("reward", help="try a config's rewards without training", allow_abbrev=False)
     reward_parser.add_argument("config", help="YAML file, see configs/")
     reward_parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="override a key of the file")
+    add_ray_address(reward_parser)
     source = reward_parser.add_mutually_exclusive_group()
     source.add_argument("--samples", metavar="FILE", help="score a run's samples.jsonl, or rows with responses")
     source.add_argument(
@@ -61,6 +65,14 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     eval_parser = commands.add_parser("eval", help="answers of models to held-out prompts, counted", allow_abbrev=False)
     evaluation.add_arguments(eval_parser)
+    add_ray_address(eval_parser)
+    plot_parser = commands.add_parser("plot", help="a picture of runs' curves", allow_abbrev=False)
+    plot_parser.add_argument("runs", nargs="+", metavar="RUN", help="run directory; seeds of one name are one curve")
+    plot_parser.add_argument("--out", default="curves.png", metavar="FILE", help="png, svg or pdf; default: curves.png")
+    plot_parser.add_argument("--smooth", type=int, default=1, metavar="N", help="draw means of N steps; default: 1")
+    plot_parser.add_argument("--title", help="default: the run's name, where it is one")
+    text = "whether this machine, or a Ray cluster, is fit for a run"
+    check_settings.add_arguments(commands.add_parser("check", help=text, allow_abbrev=False))
     clean_parser = commands.add_parser("clean", help="remove what dead runs have left", allow_abbrev=False)
     clean_parser.add_argument("run_ids", nargs="*", metavar="RUN_ID", help="only these, see runs/NAME/env.json")
     clean_parser.add_argument("--ray-address", metavar="ADDRESS", help="of a Ray cluster to clean as well")
@@ -70,12 +82,23 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     unknown = [argument for argument in rest if argument.startswith("-")]
     if unknown:
         commands.choices[options.command].error(f"unknown option: {' '.join(unknown)}")
-    (options.run_ids if options.command == "clean" else options.overrides).extend(rest)
+    getattr(options, {"clean": "run_ids", "plot": "runs"}.get(options.command, "overrides")).extend(rest)
+    if options.command != "clean" and getattr(options, "ray_address", None):
+        options.overrides.append(f"cluster.ray_address={options.ray_address}")
     return options
 
 
+def add_ray_address(parser: argparse.ArgumentParser) -> None:
+    text = "of a running Ray cluster, or auto for this node's: cluster.ray_address of the config"
+    parser.add_argument("--ray-address", metavar="HOST:PORT|auto", help=text)
+
+
 def train(options: argparse.Namespace, command: list[str]) -> int:
-    config = load(options.config, options.overrides)
+    if options.seeds is not None:
+        from megarl import many_seeds
+
+        return many_seeds.train(options, command[1:])
+    config = load(options.config, options.overrides, to_run=not options.dry_run)
     checkpoint = None
     if resolve_device(config) == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch is loaded, here and in every child
@@ -109,6 +132,21 @@ def reward(options: argparse.Namespace) -> int:
     return 0
 
 
+def check(options: argparse.Namespace) -> int:
+    config, device, of_run = check_settings.read_options(options)
+    if device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # as for training
+    from megarl.cluster.check import check
+
+    return check(config, device, of_run, options.timeout, print)
+
+
+def plot(options: argparse.Namespace) -> int:
+    from megarl import plot
+
+    return plot.run(options.runs, options.out, options.smooth, options.title)
+
+
 def clean(options: argparse.Namespace) -> int:
     from megarl.cluster.clean import clean
 
@@ -116,7 +154,14 @@ def clean(options: argparse.Namespace) -> int:
     return 0
 
 
-COMMANDS = {"clean": clean, "data": data_report.run, "eval": evaluation.run, "reward": reward}
+COMMANDS = {
+    "check": check,
+    "clean": clean,
+    "data": data_report.run,
+    "eval": evaluation.run,
+    "plot": plot,
+    "reward": reward,
+}
 
 
 def fail(message: object, code: int) -> int:

@@ -357,8 +357,9 @@ class Config(Section):
         return self.model.model_copy(update={"path": path}) if path else self.model
 
 
-def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Config:
-    """The config of a YAML file with `key.path=value` overrides applied.
+def load(path: str | Path, overrides: list[str] | tuple[str, ...] = (), to_run: bool = True) -> Config:
+    """The config of a YAML file with `key.path=value` overrides applied; without `to_run` one for another machine's GPUs
+    is fine too.
 
     Raises ConfigError listing all violations found, each with its file:line or override: of the file's form, of the
     schema, and across keys (`check`; those that rest on a key which is itself in error are left out).
@@ -367,7 +368,7 @@ def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Confi
     if "name" not in document.tree:
         document.tree["name"] = Path(path).stem
     config = validate(Config, document)
-    for violation in violations(config):
+    for violation in violations(config, to_run):
         if not any(covers(document.doubtful, key) for key in violation.keys):
             document.problems.append(document.line(violation.text, *violation.keys))
     if document.problems:

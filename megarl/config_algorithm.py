@@ -63,13 +63,15 @@ class PreferenceConfig(Section):
 class AlgorithmConfig(Section):
     """`name` fills the keys below as `megarl.presets` says; each of them can be set on its own."""
 
-    name: Literal[tuple(PRESETS)] = Field("grpo", description="a preset: megarl.presets")
+    name: Literal[tuple(PRESETS)] = Field(  # type: ignore[valid-type]  # so that a preset is one line elsewhere
+        "grpo", description="a preset: megarl.presets"
+    )
     prompts_per_step: int = Field(16, ge=1, description="rows of data.train in a step")
     group_size: int = Field(8, ge=1, description="responses per prompt")
     mini_batch_size: int | None = Field(None, ge=1, description="samples per optimizer step; null: all of a step")
     epochs: int = Field(1, ge=1, description="passes over a step's samples")
     reward: Rewards = Field(
-        {"gsm8k": {}},
+        {"gsm8k": {}},  # type: ignore[dict-item]  # validated as the user's are
         description="a name in megarl.rewards.REWARDS, model, or pkg.module:function; or several by name, with their "
         "weights or whole sections: {gsm8k: 1.0, short: {function: length, weight: 0.1, options: {high: 200}}}; null: "
         "none",

@@ -33,8 +33,10 @@ REWARD_ROLES = ("reward_model", "reward_server")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
-def violations(config: "Config") -> list[Violation]:
-    return [violation for find in CHECKS for violation in find(config)]
+def violations(config: "Config", to_run: bool = True) -> list[Violation]:
+    """`to_run`: from this machine, and not only to be looked at."""
+    checks = [*CHECKS, check_gpus_here] if to_run else CHECKS
+    return [violation for find in checks for violation in find(config)]
 
 
 def check(config: "Config") -> list[str]:
@@ -48,14 +50,17 @@ def check_name(config: "Config") -> Iterator[Violation]:
 
 
 def check_device(config: "Config") -> Iterator[Violation]:
-    address, keys = config.cluster.ray_address, ("device", "cluster.ray_address")
+    address = config.cluster.ray_address
     if config.device == "auto" and address is not None:
         text = f"given auto, but the GPUs of this machine say nothing of the cluster at {address}; valid: cpu, cuda"
-        yield Violation(text, keys)
-    if config.device == "cuda" and address is None and not sees_gpu():
+        yield Violation(text, ("device", "cluster.ray_address"))
+
+
+def check_gpus_here(config: "Config") -> Iterator[Violation]:
+    if config.device == "cuda" and config.cluster.ray_address is None and not sees_gpu():
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
         why = "no GPU is seen here" if hidden is None else f"no GPU is seen with CUDA_VISIBLE_DEVICES={hidden!r}"
-        yield Violation(f"given cuda, but {why}; device: cpu runs on gloo", keys)
+        yield Violation(f"given cuda, but {why}; device: cpu runs on gloo", ("device", "cluster.ray_address"))
 
 
 def check_ray_address(config: "Config") -> Iterator[Violation]:

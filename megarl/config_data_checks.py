@@ -43,6 +43,7 @@ def check_sources(config: "Config") -> Iterator[Violation]:
 def check_columns(config: "Config") -> Iterator[Violation]:
     """A column of the data that two keys name would be read as two things."""
     algorithm, data = config.algorithm, config.data
+    read: tuple[str, ...]
     if algorithm.has_pairs:
         read = ("prompt_key", "chosen_key", "rejected_key")
     elif algorithm.name == "sft":

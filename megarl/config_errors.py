@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 
 from megarl.config_file import Document
 
@@ -18,14 +19,14 @@ GIVEN_NAMES = TYPE_NAMES | {bool: "a boolean", list: "a list", dict: "a mapping"
 BOUNDS = (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<"), ("min_length", "of length >="))
 
 
-def validate(schema: type[BaseModel], document: Document) -> BaseModel:
+def validate[Schema: BaseModel](schema: type[Schema], document: Document) -> Schema:
     """The config that the document describes; its violations go to `document.problems`.
 
     Where there are violations the result is a stand-in for looking at the other keys: a violating key has its default
     (or "" if it is required) and is listed in `document.doubtful`.
     """
     tree = copy.deepcopy(document.tree)
-    reported = set()
+    reported: set[str] = set()
     while True:
         try:
             return schema.model_validate(tree)
@@ -35,7 +36,7 @@ def validate(schema: type[BaseModel], document: Document) -> BaseModel:
             key, field = find_field(schema, detail["loc"])
             key = given_key(tree, key)
             missing = is_missing(detail, key)
-            if missing and section_of(field.annotation):
+            if missing and field is not None and section_of(field.annotation):
                 set_value(tree, key, {})  # the next pass finds the keys that the section requires
                 continue
             if not covers(reported, key):
@@ -46,15 +47,15 @@ def validate(schema: type[BaseModel], document: Document) -> BaseModel:
             else:
                 section, name = parent(tree, key)
                 section.pop(name, None)
-        document.doubtful |= reported | {name for key in reported if (name := mapping_around(schema, key))}
+        document.doubtful |= reported | {mapping for key in reported if (mapping := mapping_around(schema, key))}
 
 
-def explain(schema: type[BaseModel], document: Document, key: str, field: FieldInfo | None, detail: dict) -> str:
+def explain(schema: type[BaseModel], document: Document, key: str, field: FieldInfo | None, detail: ErrorDetails) -> str:
     """One line for one of pydantic's violations."""
     if field is None:
         near = nearest_keys(schema, key)
         if isinstance(value_at(document.tree, key), dict):
-            near = [other for other in near if section_of(field_at(schema, other).annotation)] or near
+            near = [other for other in near if section_of(annotation_at(schema, other))] or near
         document.doubtful.update(near)  # what was meant is not what is there
         return unknown_key(schema, document, key, near)
     if is_missing(detail, key):
@@ -73,7 +74,7 @@ def explain(schema: type[BaseModel], document: Document, key: str, field: FieldI
     return document.line(f"given {given}, allowed: {words}", key)
 
 
-def is_missing(detail: dict, key: str) -> bool:
+def is_missing(detail: ErrorDetails, key: str) -> bool:
     return detail["type"] == "missing" and key == ".".join(map(str, detail["loc"]))  # else: an item of a list is
 
 
@@ -87,7 +88,7 @@ def unknown_key(schema: type[BaseModel], document: Document, key: str, near: lis
             near = [name.rpartition(".")[2] if name.rpartition(".")[0] == section else name for name in near]
         return document.line(f"unknown key{given}; did you mean {' or '.join(near)}?", key)
     if mapping := mapping_around(schema, key):
-        names = list(named_section(field_at(schema, mapping).annotation).model_fields)
+        names = keys_by_name(schema, mapping)
     else:
         names = [name.rpartition(".")[2] for name in known_keys(schema) if name.rpartition(".")[0] == section]
     of_section = f" of {section}" if section else ""
@@ -98,7 +99,7 @@ def nearest_keys(schema: type[BaseModel], key: str) -> list[str]:
     """Known keys that `key` may stand for: of its own section, else anywhere below it, else anywhere in the tree."""
     section, dot, name = key.rpartition(".")
     if mapping := mapping_around(schema, key):
-        names = list(named_section(field_at(schema, mapping).annotation).model_fields)
+        names = keys_by_name(schema, mapping)
         return [f"{section}.{other}" for other in nearest(name, names)]
     known = list(known_keys(schema))
     below = [other for other in known if other.startswith(section + dot)]
@@ -110,7 +111,7 @@ def nearest_keys(schema: type[BaseModel], key: str) -> list[str]:
     return []
 
 
-def nearest_choices(field: FieldInfo, value) -> list[str]:
+def nearest_choices(field: FieldInfo, value: Any) -> list[str]:
     """Of a field that takes one of some words, those that the value may stand for: `Dr.GRPO` and `reinforce++` too."""
     if get_origin(field.annotation) is not Literal or not isinstance(value, str):
         return []
@@ -136,26 +137,41 @@ def known_keys(schema: type[BaseModel], prefix: str = "") -> Iterator[str]:
             yield from known_keys(section, f"{prefix}{name}.")
 
 
-def find_field(schema: type[BaseModel], location: tuple) -> tuple[str, FieldInfo | None]:
+def find_field(schema: type[BaseModel], location: tuple[str | int, ...]) -> tuple[str, FieldInfo | None]:
     """Pydantic's location -> the dotted key of the schema it is in, and its field; None for an unknown key.
 
     A name that stands for a section in a mapping of them has the mapping's field.
     """
-    names, field, named = [], None, None
-    for name in location:
-        if schema is None and named is None:  # inside a value: an item of a list
+    names: list[str] = []
+    field: FieldInfo | None = None
+    section: type[BaseModel] | None = schema
+    named: type[BaseModel] | None = None
+    for name in map(str, location):
+        if section is None and named is None:  # inside a value: an item of a list
             break
-        names.append(str(name))
-        if named is not None:
-            schema, named = named, None
+        names.append(name)
+        if section is None:
+            section, named = named, None
             continue
-        field = schema.model_fields.get(name)
-        schema, named = (section_of(field.annotation), named_section(field.annotation)) if field else (None, None)
+        field = section.model_fields.get(name)
+        section, named = (section_of(field.annotation), named_section(field.annotation)) if field else (None, None)
     return ".".join(names), field
 
 
 def field_at(schema: type[BaseModel], key: str) -> FieldInfo | None:
     return find_field(schema, tuple(key.split(".")))[1]
+
+
+def annotation_at(schema: type[BaseModel], key: str) -> Any:
+    field = field_at(schema, key)
+    return None if field is None else field.annotation
+
+
+def keys_by_name(schema: type[BaseModel], mapping: str) -> list[str]:
+    """The keys of the section that a mapping of the schema holds by name."""
+    section = named_section(annotation_at(schema, mapping))
+    assert section is not None, f"{mapping} holds no sections"
+    return list(section.model_fields)
 
 
 def mapping_around(schema: type[BaseModel], key: str) -> str | None:
@@ -171,9 +187,10 @@ def mapping_around(schema: type[BaseModel], key: str) -> str | None:
 def given_key(tree: dict, key: str) -> str:
     """The key, or where a value stands in the place of one of its sections, that section's: a short form of it."""
     names = key.split(".")
+    value: Any = tree
     for depth, name in enumerate(names[:-1], start=1):
-        tree = tree.get(name, {})
-        if not isinstance(tree, dict):
+        value = value.get(name, {})
+        if not isinstance(value, dict):
             return ".".join(names[:depth])
     return key
 
@@ -214,7 +231,7 @@ def allowed(field: FieldInfo) -> str:
     return " ".join([words, " and ".join(bounds)]).strip() + (", or null" if optional else "")
 
 
-def type_in_words(annotation) -> str:
+def type_in_words(annotation: Any) -> str:
     if get_origin(annotation) is Annotated:
         annotation = get_args(annotation)[0]
     arguments = get_args(annotation)
@@ -247,11 +264,11 @@ def parent(tree: dict, key: str) -> tuple[dict, str]:
     return tree, name
 
 
-def value_at(tree: dict, key: str):
+def value_at(tree: dict, key: str) -> Any:
     section, name = parent(tree, key)
     return section[name]
 
 
-def set_value(tree: dict, key: str, value) -> None:
+def set_value(tree: dict, key: str, value: Any) -> None:
     section, name = parent(tree, key)
     section[name] = value

@@ -4,9 +4,10 @@ Nothing here knows the schema: that is `megarl.config`; the wording of its viola
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -16,11 +17,11 @@ from megarl.errors import ConfigError
 class Loader(yaml.SafeLoader):
     """Plain scalars as in YAML 1.2: `1e-6` is a number, `no`, `1:30` and `2026-01-01` are strings. No aliases."""
 
-    yaml_implicit_resolvers = {}
+    yaml_implicit_resolvers = {}  # noqa: RUF012  # as its base has it
 
-    def compose_node(self, parent, index):
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
-            mark = self.peek_event().start_mark
+            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]  # of yaml's own stubs
             raise yaml.composer.ComposerError(None, None, "aliases are not supported: write the value again", mark)
         return super().compose_node(parent, index)
 
@@ -66,7 +67,7 @@ class Document:
         return f"{where}: {text}" if where.startswith(f"override {keys[0]}=") else f"{where}: {keys[0]}: {text}"
 
 
-def read(path: str | Path, overrides: list[str]) -> Document:
+def read(path: str | Path, overrides: Iterable[str]) -> Document:
     """The file's tree with the overrides applied; duplicate keys and malformed overrides are listed in `problems`.
 
     Raises ConfigError where there is no tree to go on with: the file cannot be read or is not a YAML mapping.
@@ -88,7 +89,7 @@ def read(path: str | Path, overrides: list[str]) -> Document:
         raise ConfigError(f"{path}:1: a mapping of keys is expected, given {shorten(text)}")
     document.tree = tree or {}
 
-    seen = {}
+    seen: dict[str, str] = {}
     for override in overrides:
         apply_override(override, document, seen)
     return document
@@ -132,7 +133,7 @@ def apply_override(override: str, document: Document, seen: dict[str, str]) -> N
     merge(section, name, value)
 
 
-def merge(section: dict, name: str, value) -> None:
+def merge(section: dict, name: str, value: Any) -> None:
     if isinstance(value, dict) and isinstance(section.get(name), dict):
         for child, child_value in value.items():
             merge(section[name], child, child_value)
@@ -140,22 +141,24 @@ def merge(section: dict, name: str, value) -> None:
         section[name] = value
 
 
-def parse(text: str, root: str, document: Document, locate: Callable[[yaml.Mark], str]):
+def parse(text: str, root: str, document: Document, locate: Callable[[yaml.Mark], str]) -> Any:
     """The value of a YAML text that stands at key `root`; notes the origin of each key in `document`.
 
     A key that is given twice or is no plain name goes to `document.problems`, its last value is kept or dropped.
     """
     loader = Loader(text)
 
-    def build(node: yaml.Node, key: str):
+    def build(node: yaml.Node, key: str) -> Any:
         if isinstance(node, yaml.SequenceNode):
             return [build(item, f"{key}[{index}]") for index, item in enumerate(node.value)]
         if isinstance(node, yaml.ScalarNode):
             return loader.construct_object(node)
+        assert isinstance(node, yaml.MappingNode), node
         return build_mapping(node, f"{key}." if key else "")
 
     def build_mapping(node: yaml.MappingNode, prefix: str) -> dict:
-        mapping, first_at = {}, {}
+        mapping: dict[str, Any] = {}
+        first_at: dict[str, str] = {}
         for name_node, value_node in node.value:
             where = locate(name_node.start_mark)
             if name_node.tag != "tag:yaml.org,2002:str" or "." in name_node.value:

@@ -20,7 +20,8 @@ def check_guards(config: "Config") -> Iterator[Violation]:
 
 def without_metrics(config: "Config") -> Unread:
     """The guards that would never say anything in this run."""
-    algorithm, reasons = config.algorithm, {}
+    algorithm = config.algorithm
+    reasons: Unread = {}
     if not config.roles.reference.enabled:
         why = "roles.reference.enabled is false: there is no kl/ref"
         reasons["guards.kl"] = (why, "roles.reference.enabled")
@@ -38,8 +39,8 @@ def without_metrics(config: "Config") -> Unread:
         why = "distillation learns from the teacher's log-probs alone"
         reasons["guards.constant_reward"] = (why, "algorithm.advantage")
     if not algorithm.reward:
-        why = ("algorithm.reward is null: there are no rewards", "algorithm.reward")
-        reasons |= {f"guards.{name}": why for name in ("constant_reward", "duplicates", "reward_hacking")}
+        no_rewards = ("algorithm.reward is null: there are no rewards", "algorithm.reward")
+        reasons |= {f"guards.{name}": no_rewards for name in ("constant_reward", "duplicates", "reward_hacking")}
     return reasons
 
 

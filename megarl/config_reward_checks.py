@@ -3,11 +3,11 @@
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from megarl.config_errors import nearest
 from megarl.config_rewards import functions_of
-from megarl.config_unread import unread
+from megarl.config_unread import Unread, unread
 from megarl.config_violation import Violation, in_yaml, listed
 from megarl.errors import ConfigError
 from megarl.rewards import MODEL, REWARDS, find, options_model, takes_all
@@ -45,7 +45,7 @@ def check_functions(config: "Config") -> Iterator[Violation]:
         yield from check_limit(config, part, function, f"{key}.options")
 
 
-def check_options(part: "RewardConfig", schema: type, key: str) -> Iterator[Violation]:
+def check_options(part: "RewardConfig", schema: type[BaseModel], key: str) -> Iterator[Violation]:
     try:
         schema.model_validate(part.options)
     except ValidationError as error:
@@ -119,7 +119,7 @@ def check_model(config: "Config") -> Iterator[Violation]:
 
 
 def check_unread(config: "Config") -> Iterator[Violation]:
-    reasons = {}
+    reasons: Unread = {}
     if not config.algorithm.reward:
         reasons["rewards"] = ("algorithm.reward is null: there are no rewards", "algorithm.reward")
     if config.rewards.on_error == "fail":

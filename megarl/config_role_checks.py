@@ -149,7 +149,8 @@ def check_layers(config: "Config", name: str, shape: ModelShape) -> Iterator[Vio
     elif pipeline > 1 and shape.num_layers // pipeline % chunks:
         yield Violation(
             f"given {chunks}, but it must divide the {shape.num_layers // pipeline} layers of a pipeline rank "
-            f"({shape.num_layers} layers / pipeline_parallel {pipeline}); valid: {listed(divisors(shape.num_layers // pipeline))}",
+            f"({shape.num_layers} layers / pipeline_parallel {pipeline}); "
+            f"valid: {listed(divisors(shape.num_layers // pipeline))}",
             (f"roles.{name}.virtual_pipeline_parallel", f"roles.{name}.pipeline_parallel", "model.path"),
         )
 

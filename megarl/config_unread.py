@@ -18,7 +18,7 @@ Unread = dict[str, tuple[str, str] | None]
 def unread(config: "Config", reasons: Unread) -> Iterator[Violation]:
     """A violation for each key that `reasons` covers and that is not as the preset, or else the schema, has it."""
     required = {"name": config.name, "model": config.model, "data": {"train": config.data.train}}
-    usual = type(config)(**required, algorithm={"name": config.algorithm.name})
+    usual = type(config).model_validate(required | {"algorithm": {"name": config.algorithm.name}})
     for key, value, other in changed_keys(config, usual):
         reason = next((reason for name, reason in reasons.items() if covers([name], key)), None)
         if reason is not None:

@@ -22,6 +22,7 @@ def generate_only(
     parts = {SERVER, tokens.part} if tokens else {SERVER}
     alone = config.model_copy(update={"placement": "disaggregated"})
     cluster = stack.enter_context(Cluster(alone, device, run.logs, run.run_id, console.line, parts=parts))
+    stack.enter_context(run.sinks.watching(cluster.gpu_memory))
     cluster.start_servers()
     scorer = stack.enter_context(Scorer(config.algorithm.reward, config.rewards, console.line, run.logs))
     fleet = stack.enter_context(Fleet(alone, cluster, inputs, console.line))
@@ -36,6 +37,8 @@ def generate_only(
         _, generated, metrics = collector.next(step, times)
         run.log_samples(step, generated[: config.trainer.num_logged_samples])
         run.log_failed(step, collector.failed)
-        run.log_metrics({"step": step, **metrics} | {f"time/{name}_s": seconds for name, seconds in times.items()})
+        metrics |= {f"time/{name}_s": seconds for name, seconds in times.items()}
+        num_tokens = sum(len(sample.token_ids) for sample in generated)
+        run.log_metrics({"step": step, **metrics, "perf/num_tokens": num_tokens})
         console.advance()
     console.line(f"megarl: the samples of {config.trainer.steps} steps are in {config.rollout.save}")

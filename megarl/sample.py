@@ -78,7 +78,7 @@ class Sample:
         return len(self.token_ids) - self.prompt_length
 
     @classmethod
-    def from_response(cls, prompt: Prompt, response_ids: list[int], **fields) -> "Sample":
+    def from_response(cls, prompt: Prompt, response_ids: list[int], **fields: Any) -> "Sample":
         """A sample whose loss mask covers the whole response: the end-of-turn token included, no padding."""
         token_ids = torch.tensor(prompt.token_ids + response_ids, dtype=torch.int64)
         loss_mask = torch.zeros(len(token_ids), dtype=torch.bool)

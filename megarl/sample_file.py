@@ -5,6 +5,7 @@ import json
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -63,7 +64,7 @@ def _row(sample: Sample) -> dict:
     return row | {"status": sample.status.value}
 
 
-def _value(name: str, value):
+def _value(name: str, value: Any) -> Any:
     if name == "status":
         return Status(value)
     if name == "policy_version":

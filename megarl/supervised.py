@@ -114,6 +114,7 @@ class SupervisedTrainer(Loop):
             "learning_rate": rate,
             "skipped_updates": self.skipped.count,
             "time/step_s": seconds,
+            "perf/num_tokens": num_tokens,
             "perf/tokens_per_s": num_tokens / seconds,
         }
 

@@ -12,6 +12,7 @@ from megarl.cluster.cluster import Cluster
 from megarl.cluster.role import RoleGroup
 from megarl.collect import Collector
 from megarl.config import Config, Phase
+from megarl.config_monitor import refuse_taken_port
 from megarl.data import toy
 from megarl.errors import RunError
 from megarl.evaluation.estimators import validation_metrics
@@ -58,6 +59,7 @@ def train(config: Config, command: list[str], resume: Resume | None = None) -> P
     Raises ConfigError before anything is started where data or model are wrong, RunError where the run cannot go on.
     """
     device = resolve_device(config)
+    refuse_taken_port(config)
     if config.toy:
         toy.make(config.toy.folder, config.toy.seed)
     inputs = SupervisedInputs(config) if config.algorithm.is_supervised else Inputs(config)
@@ -67,7 +69,7 @@ def train(config: Config, command: list[str], resume: Resume | None = None) -> P
     ignore_warnings()
     with ExitStack() as stack:
         console = stack.enter_context(Console())
-        run = stack.enter_context(RunDirectory(config, command, device, resume))
+        run = stack.enter_context(RunDirectory(config, command, device, resume, console.line))
         if resume and resume.in_place and config.rollout.save:
             Recording(config.rollout.save).forget_after(resume.step)
         if config.debug.generate_only:
@@ -78,6 +80,7 @@ def train(config: Config, command: list[str], resume: Resume | None = None) -> P
         stack.callback(progress.saver.clear)
         console.line(f"megarl: run directory {run.path}, device {device}")
         cluster = stack.enter_context(Cluster(config, device, run.logs, run.run_id, console.line))
+        stack.enter_context(run.sinks.watching(cluster.gpu_memory))
         skipped = SkippedUpdates(config.trainer.max_skipped_updates, run, console)
         trainer = SupervisedTrainer if config.algorithm.is_supervised else Trainer
         trainer.start(stack, config, inputs, run, console, cluster, skipped, progress).run_all()
@@ -232,6 +235,7 @@ class Trainer(Loop):
             **metrics,
             **memory,
             **{f"time/{name}_s": seconds for name, seconds in times.items()},
+            "perf/num_tokens": num_tokens,
             "perf/tokens_per_s": num_tokens / times["step"],
         }
 

@@ -22,7 +22,8 @@ TAG = "MEGARL_TEST_RUN"  # in the environment of a run and so of all its descend
 
 
 class Run:
-    """`megarl train ...`, or another command, as a child; use as a context, which fails if any process or shared memory outlives it.
+    """`megarl train ...`, or another command, as a child; use as a context, which fails if any process or shared memory
+    outlives it.
 
     `inside` is a command that runs the command after it, elsewhere.
     """

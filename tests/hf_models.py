@@ -9,8 +9,14 @@ import torch
 FAMILY_SHAPES = {
     "mistral": {"head_dim": 8, "sliding_window": None},
     "qwen3": {"head_dim": 16},
-    "qwen3_moe": {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True},
-}  # fmt: skip
+    "qwen3_moe": {
+        "head_dim": 16,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "norm_topk_prob": True,
+    },
+}
 
 
 def write_hf_model(

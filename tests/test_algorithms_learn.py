@@ -6,7 +6,7 @@ import pytest
 from end_to_end import ROOT, Run, run_tool, steps
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
-from algorithms import RUNS  # noqa: E402
+from algorithms import RUNS
 
 NUM_STEPS = 40
 

@@ -10,9 +10,9 @@ from end_to_end import ROOT
 from ranks import run_ranks
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
-from shapes import SHAPES  # noqa: E402
+from shapes import SHAPES
 
-from megarl.engine.hf.shape import ModelShape  # noqa: E402
+from megarl.engine.hf.shape import ModelShape
 
 LENGTHS = [13, 24, 3]
 

@@ -8,9 +8,9 @@ import pytest
 from end_to_end import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
-from algorithms import RUNS  # noqa: E402
-from rewards import CASES as REWARD_CASES  # noqa: E402
-from trace_summary import span_and_busy  # noqa: E402
+from algorithms import RUNS
+from rewards import CASES as REWARD_CASES
+from trace_summary import span_and_busy
 
 
 def test_kept_quickstart_figures_show_that_it_learns():

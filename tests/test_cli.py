@@ -13,7 +13,7 @@ from megarl.errors import RunError
 
 ROOT = Path(__file__).parents[1]
 QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
-HEAVY = ("torch", "ray", "transformers", "numpy", "sglang", "megatron")
+HEAVY = ("torch", "ray", "transformers", "numpy", "sglang", "megatron", "tensorboard", "wandb", "prometheus_client")
 
 
 @pytest.fixture(autouse=True)
@@ -92,7 +92,7 @@ def test_version(capsys):
 
 
 @pytest.mark.parametrize(
-    ("error", "code", "message"),
+    "error, code, message",
     [(RunError("server 0 died"), 1, "server 0 died"), (KeyboardInterrupt(), 130, "interrupted")],
 )
 def test_a_failed_or_interrupted_run_is_one_line_and_a_code(error, code, message, monkeypatch, capsys):

@@ -14,7 +14,7 @@ def test_an_unknown_key_names_the_nearest_one_of_its_section(folder):
 
 
 @pytest.mark.parametrize(
-    ("override", "hint"),
+    "override, hint",
     [
         ("rollout.temprature=0.7", "rollout.sampling.temperature"),
         ("algorithm.kl=0.1", " or ".join(f"algorithm.kl_{name}" for name in KL)),
@@ -46,7 +46,7 @@ def test_an_unknown_key_like_no_other_lists_the_valid_ones(folder):
 
 
 @pytest.mark.parametrize(
-    ("override", "reason"),
+    "override, reason",
     [
         ('roles.actor.optimizer.learning_rate="1e-6"', 'given "1e-6" (a string), allowed: a number > 0'),
         ("roles.actor.optimizer.learning_rate=abc", "given abc (a string), allowed: a number > 0"),

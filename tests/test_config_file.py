@@ -9,7 +9,7 @@ from megarl.config import load
 from megarl.config_file import dump
 
 
-@pytest.mark.parametrize(("text", "value"), [("1e-6", 1e-6), ("1E5", 1e5), ("2.5e-3", 2.5e-3), ("1e+2", 100), ("1", 1)])
+@pytest.mark.parametrize("text, value", [("1e-6", 1e-6), ("1E5", 1e5), ("2.5e-3", 2.5e-3), ("1e+2", 100), ("1", 1)])
 def test_numbers_without_a_dot_are_numbers_in_file_and_override(folder, text, value):
     write(f"roles: {{actor: {{optimizer: {{clip_grad: {text}}}}}}}\n")
     config = load("base.yaml", [f"roles.actor.optimizer.learning_rate={text}"])
@@ -76,7 +76,7 @@ def test_an_empty_file_lacks_the_required_keys(folder):
 
 
 @pytest.mark.parametrize(
-    ("text", "place"),
+    "text, place",
     [("seed: 1\n  steps: 2\n", ":5: "), ("seed: [1\n", ":5: "), ("a: &x 1\nb: *x\n", ":5: "), ("seed: \t@\n", ":4: ")],
 )
 def test_yaml_errors_name_the_line(folder, text, place):

@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from megarl.algorithms.kl import k1
-from megarl.prepare import keywords_of, prepare
 from megarl.config import Config
+from megarl.prepare import keywords_of, prepare
 from megarl.sample import Prompt, Sample, Status
 
 

@@ -1,9 +1,12 @@
 """The quickstart as the README gives it, one seed, with fewer steps."""
 
 import json
+import re
+import urllib.request
 
 import pytest
 from end_to_end import ROOT, Run, steps, untimed
+from wandb_files import history, records
 
 from megarl.checkpoint.folder import checkpoints_of, problems
 
@@ -20,7 +23,12 @@ OVERRIDES = (f"trainer.steps={NUM_STEPS}", "trainer.save_every=20", "checkpoint.
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("quickstart")
-    with Run(folder, QUICKSTART, *OVERRIDES, "name=test", "rollout.save=samples") as run:
+    sinks = "monitor={tensorboard: true, wandb: {mode: offline}, prometheus: {}}"
+    with Run(folder, QUICKSTART, *OVERRIDES, "name=test", "rollout.save=samples", sinks) as run:
+        run.wait_for_step(folder / "runs/test", 2, 900)
+        url = re.search(r"metrics for Prometheus: (\S+)", run.output)[1]
+        with urllib.request.urlopen(url, timeout=10) as answer:
+            run.scraped = answer.read().decode()
         assert run.wait(900) == 0, run.output
         yield run
 
@@ -38,7 +46,7 @@ def test_run_directory_and_metrics_are_complete(run):
     path = run.folder / "runs/test"
     assert {"config.yaml", "env.json", "metrics.jsonl", "samples.jsonl", "logs", "checkpoints"} <= {p.name for p in path.iterdir()}
     assert {p.name for p in (path / "logs").iterdir()} == {
-        *("actor-0.log", "actor-1.log", "server-0.log", "reward.log", "reward-0.log"),
+        *("actor-0.log", "actor-1.log", "server-0.log", "reward.log", "reward-0.log", "wandb.log"),
     }
     names = sorted(p.name for p in (path / "checkpoints").iterdir())
     assert names == ["best", "step_000000", "step_000020", "step_000030"]
@@ -51,6 +59,33 @@ def test_run_directory_and_metrics_are_complete(run):
         assert KEYS <= metrics.keys() and metrics["step"] == number and metrics["guards/alarms"] == 0
     state = json.loads((path / "checkpoints" / f"step_{NUM_STEPS:06d}" / "state.json").read_text())
     assert state["step"] == NUM_STEPS and state["data"]["taken"] == [NUM_STEPS * 16]
+
+
+def test_the_sinks_have_what_metrics_jsonl_has(run):
+    from prometheus_client.parser import text_string_to_metric_families
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    path = run.folder / "runs/test"
+    lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    for folder, axis in (("tensorboard", "step"), ("tensorboard/warm_start", "warm_start/step")):
+        reader = EventAccumulator(str(path / folder), {"scalars": 0})
+        reader.Reload()
+        of_axis = [line for line in lines if axis in line]
+        for name in {name for line in of_axis for name in line} - {axis}:
+            expected = [(line[axis], pytest.approx(line[name])) for line in of_axis if name in line]
+            assert [(event.step, event.value) for event in reader.Scalars(name)] == expected, name
+    families = text_string_to_metric_families(run.scraped)
+    scraped = {sample.name: sample.value for family in families for sample in family.samples}
+    step = steps(path)[int(scraped["megarl_steps_total"]) - 1]
+    keys = {"reward_mean": "reward/mean", "policy_loss": "loss/policy", "kl": "kl/ref", "sync_seconds": "time/sync_s"}
+    assert all(scraped[f"megarl_{name}"] == step[key] for name, key in keys.items())
+    assert scraped["megarl_tokens_total"] == sum(line["perf/num_tokens"] for line in steps(path)[: step["step"]])
+    assert "warning: monitor" not in run.output
+    (offline,) = path.glob("wandb/offline-run-*/run-*.wandb")
+    found = records(offline)
+    rows = history(found)
+    assert [{key: value for key, value in row.items() if key[0] != "_"} for row in rows] == lines
+    assert [record.exit.exit_code for record in found if record.WhichOneof("record_type") == "exit"] == [0]
 
 
 def test_trainer_and_server_agree_at_every_step(run):

@@ -50,7 +50,7 @@ def test_validation_metrics_are_means_over_tokens_or_pairs(folder):
     assert metrics == [{"step": 7} | {f"validation/reward_model/{name}": value for name, value in named.items()}]
 
 
-@pytest.mark.parametrize(("broken", "loss"), [(3.0, float("nan")), (0.0, float("inf")), (2.0, 0.5)])
+@pytest.mark.parametrize("broken, loss", [(3.0, float("nan")), (0.0, float("inf")), (2.0, 0.5)])
 def test_a_validation_that_is_not_finite_ends_the_run_with_the_numbers(folder, broken, loss):
     sums = {"loss": loss, "nonfinite_logprobs": broken, "nll": loss}
     actor = SimpleNamespace(evaluate=lambda samples, loss, pairs: sums)

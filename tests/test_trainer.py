@@ -5,13 +5,13 @@ import pytest
 import torch
 from scoring import scorer
 
+from megarl.algorithms.kl_controller import KLController
+from megarl.collect import Collector, shuffle_rewards
 from megarl.config import Config
 from megarl.data.stream import PromptStream
 from megarl.errors import RunError
 from megarl.monitor.console import Console
 from megarl.sample import Prompt, Sample
-from megarl.algorithms.kl_controller import KLController
-from megarl.collect import Collector, shuffle_rewards
 from megarl.trainer import Trainer
 
 

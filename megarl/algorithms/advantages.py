@@ -24,7 +24,7 @@ def grpo(samples: list[Sample], normalize_by_std: bool) -> None:
     DeepSeekMath (arXiv:2402.03300), section 4.1.2, outcome supervision. Without `normalize_by_std` it is `dr_grpo`.
     """
     for group in _groups(samples):
-        _fill(group, _group_advantages([sample.reward for sample in group], normalize_by_std))
+        _fill(group, _group_advantages([sample.require("reward") for sample in group], normalize_by_std))
 
 
 def dr_grpo(samples: list[Sample]) -> None:
@@ -82,7 +82,8 @@ def reinforce_plus_plus_baseline(samples: list[Sample]) -> None:
     tokens it would not be, and such groups would be pushed by the lengths of others.
     """
     groups = _groups(samples)
-    centered = [a for group in groups for a in _group_advantages([s.reward for s in group], normalize_by_std=False)]
+    rewards_PG = [[sample.require("reward") for sample in group] for group in groups]
+    centered = [a for rewards_G in rewards_PG for a in _group_advantages(rewards_G, normalize_by_std=False)]
     _fill([sample for group in groups for sample in group], _divided_by_std(centered))
 
 
@@ -155,7 +156,8 @@ def _fill(samples: list[Sample], advantages: Iterable[float]) -> None:
 
 def _differences(group: list[Sample]) -> list[float]:
     """Rewards minus that of the group's first sample: no baseline notices, and equal rewards are exactly 0."""
-    return [sample.reward - group[0].reward for sample in group]
+    rewards_G = [sample.require("reward") for sample in group]
+    return [reward - rewards_G[0] for reward in rewards_G]
 
 
 def _group_advantages(rewards_G: list[float], normalize_by_std: bool) -> list[float]:

@@ -38,6 +38,7 @@ def gae(
         rewards[-1:] += reward  # a slice: there may be no trained token
         if length_adaptive_alpha is not None:
             lam = length_adaptive_lambda(len(values), length_adaptive_alpha)
+        assert lam is not None
         advantages = _advantages(rewards, values, gamma, lam)
         returns = values + (advantages if returns_lam is None else _advantages(rewards, values, gamma, returns_lam))
         sample.advantages = torch.zeros(len(mask)).masked_scatter(mask, advantages.float())

@@ -18,7 +18,7 @@ class KLController:
     target: float | None = None  # in the unit of the KL given to `update`
     horizon: int | None = None  # samples
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.target is None and self.horizon is None:
             return
         if not (self.target and self.target > 0 and self.horizon and self.horizon > 0):
@@ -26,7 +26,7 @@ class KLController:
 
     def update(self, kl: float, num_samples: int) -> None:
         """After a step of `num_samples` whose mean KL was `kl`."""
-        if self.target is None:
+        if self.target is None or self.horizon is None:
             return
         assert math.isfinite(kl), f"the KL of a step is {kl}"
         gain = num_samples / self.horizon

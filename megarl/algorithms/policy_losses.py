@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from megarl.algorithms.kl import MAX_LOG_RATIO
 from megarl.sample import Batch
@@ -25,10 +26,10 @@ class Limits:
     tau_negative: float = 1.05
 
 
-Terms = tuple[torch.Tensor, torch.Tensor]
+Terms = tuple[Tensor, Tensor]
 
 
-def ppo(logprobs, old_logprobs, advantages, batch: Batch, limits: Limits) -> Terms:
+def ppo(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, batch: Batch, limits: Limits) -> Terms:
     """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A). Clipped: tokens whose gradient ends.
 
     PPO (arXiv:1707.06347) equation 7; clip_high > clip_low is "clip-higher", DAPO (arXiv:2503.14476) equation 10.
@@ -36,7 +37,7 @@ def ppo(logprobs, old_logprobs, advantages, batch: Batch, limits: Limits) -> Ter
     return _clipped_objective(_ratio(logprobs - old_logprobs), advantages, limits)
 
 
-def dual_clip(logprobs, old_logprobs, advantages, batch: Batch, limits: Limits) -> Terms:
+def dual_clip(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, batch: Batch, limits: Limits) -> Terms:
     """PPO's, but where A < 0 the objective is at least c A, c = dual_clip > 1: a token grown much likelier than when it
     was sampled cannot dominate the step. Clipped: tokens whose gradient ends.
 
@@ -49,7 +50,7 @@ def dual_clip(logprobs, old_logprobs, advantages, batch: Batch, limits: Limits) 
     return torch.where(beyond_T, bounds_T, losses_T), clipped_T | beyond_T
 
 
-def gspo(logprobs, old_logprobs, advantages, batch: Batch, limits: Limits) -> Terms:
+def gspo(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, batch: Batch, limits: Limits) -> Terms:
     """PPO's with one ratio s for a whole sequence: the exponential of the mean of log r over its trained tokens.
     Clipped: tokens whose gradient ends, which are all those of a sequence where their advantages agree in sign.
 
@@ -63,7 +64,7 @@ def gspo(logprobs, old_logprobs, advantages, batch: Batch, limits: Limits) -> Te
     return _clipped_objective(_ratio(mean_log_ratios_B)[batch.sequence_ids] * own_T, advantages, limits)
 
 
-def cispo(logprobs, old_logprobs, advantages, batch: Batch, limits: Limits) -> Terms:
+def cispo(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, batch: Batch, limits: Limits) -> Terms:
     """-sg[clip(r, 1 - clip_low, 1 + clip_high)] A log p: the clip bounds a token's weight and never ends its gradient.
     Clipped: tokens whose weight the clip changed.
 
@@ -75,7 +76,7 @@ def cispo(logprobs, old_logprobs, advantages, batch: Batch, limits: Limits) -> T
     return -weights_T * advantages * logprobs, weights_T != ratio_T
 
 
-def sapo(logprobs, old_logprobs, advantages, batch: Batch, limits: Limits) -> Terms:
+def sapo(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, batch: Batch, limits: Limits) -> Terms:
     """-sigmoid(tau (r - 1)) * 4 / tau * A, tau = tau_positive where A > 0 and tau_negative elsewhere: the gradient is
     that of -r A at r = 1 and fades on both sides. Clipped: none, as there is no clip.
 
@@ -96,17 +97,17 @@ POLICY_LOSSES: dict[str, Callable[..., Terms]] = {
 }
 
 
-def sequence_sums(values_T: torch.Tensor, batch: Batch) -> torch.Tensor:
+def sequence_sums(values_T: Tensor, batch: Batch) -> Tensor:
     """[T] -> [B], the sum over each sequence of the batch."""
     sums_B = torch.zeros(len(batch.cu_seqlens) - 1, dtype=values_T.dtype, device=values_T.device)
     return sums_B.index_add(0, batch.sequence_ids, values_T)
 
 
-def _ratio(log_ratio: torch.Tensor) -> torch.Tensor:
+def _ratio(log_ratio: Tensor) -> Tensor:
     return torch.exp(torch.clamp(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
 
 
-def _clipped_objective(ratio_T: torch.Tensor, advantages_T: torch.Tensor, limits: Limits) -> Terms:
+def _clipped_objective(ratio_T: Tensor, advantages_T: Tensor, limits: Limits) -> Terms:
     unclipped_T = ratio_T * advantages_T
     clipped_T = torch.clamp(ratio_T, 1 - limits.clip_low, 1 + limits.clip_high) * advantages_T
     return -torch.minimum(unclipped_T, clipped_T), clipped_T < unclipped_T

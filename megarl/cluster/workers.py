@@ -10,7 +10,7 @@ import socket
 import sys
 from pathlib import Path
 
-from megarl.machine import interface_of
+from megarl.machine import gpu_memory, interface_of
 
 DYING_S = 5.0  # for a server whose connections broke to end
 
@@ -100,6 +100,10 @@ class EngineWorker:
 
         return parallel.used_bytes()
 
+    def gpu_memory(self) -> tuple[str, dict[int, int]]:
+        """(This node, bytes that the rank holds of its GPU, by the GPU's number)."""
+        return socket.gethostname(), gpu_memory(self.visible_gpu().split(","), [os.getpid()])
+
     def plan_buckets(self, bucket_bytes: int) -> list:
         from megarl.engine.weights import WeightSender
 
@@ -157,6 +161,10 @@ class ServerWorker:
     def death_report(self) -> str | None:
         """After a failure: a server whose connections broke may still be on its way out."""
         return self.server.death_report(DYING_S)
+
+    def gpu_memory(self) -> tuple[str, dict[int, int]]:
+        """(This node, bytes that the server holds of its GPUs, by their numbers)."""
+        return socket.gethostname(), gpu_memory(self.server.gpus, self.server.pids)
 
     def stop(self) -> None:
         self.server.stop()

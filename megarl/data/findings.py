@@ -1,5 +1,6 @@
 """What a check of the data hands back, and the numbers and lines that it is made of."""
 
+import itertools
 import math
 from collections import Counter
 from dataclasses import dataclass
@@ -109,7 +110,7 @@ def _ranges(values: np.ndarray) -> list[tuple[str, int]]:
         above = f"above {high:,}"
     else:
         edges = np.linspace(low, high, NUM_BINS + 1 if high > low else 2)
-        names = [f"{a:.3g} to {b:.3g}" for a, b in zip(edges, edges[1:])]
+        names = [f"{a:.3g} to {b:.3g}" for a, b in itertools.pairwise(edges)]
         above = f"above {high:.3g}"
     counts, _ = np.histogram(values[values <= high], edges)
     num_above = int((values > high).sum())

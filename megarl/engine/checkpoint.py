@@ -331,7 +331,7 @@ def _write_file(file: Path, entries: list[Entry]) -> tuple[list[WriteResult], Fi
                 results.append(WriteResult(item.index, size, _StorageInfo(file.name, start, size)))
         return results, record(file)
     except RuntimeError as error:  # torch says that its archive is cut short, and not why
-        raise error.__context__ if isinstance(error.__context__, OSError) else error
+        raise error.__context__ if isinstance(error.__context__, OSError) else error  # noqa: B904
 
 
 def _check_whole(metadata: Metadata) -> None:

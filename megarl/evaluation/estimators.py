@@ -165,7 +165,7 @@ def _add_drawn(chances_2KJ: np.ndarray, chances: np.ndarray) -> np.ndarray:
 
 def mean_of(values: np.ndarray) -> float:
     """Over the prompts that have a number; exactly it where all have the same."""
-    least = np.nanmin(values)
+    least: np.float64 = np.nanmin(values)
     return float(least + np.nanmean(values - least))
 
 
@@ -188,7 +188,7 @@ def estimates_of(values: dict[str, np.ndarray], num_resamples: int, seed: int) -
     for (name, column), low, high in zip(values.items(), low_M, high_M):
         num_prompts = int(np.count_nonzero(~np.isnan(column)))
         bounds = (float(low), float(high)) if num_prompts > 1 else (None, None)
-        estimates[name] = Estimate(mean_of(column), *bounds, num_prompts)
+        estimates[name] = Estimate(mean_of(column), bounds[0], bounds[1], num_prompts)
     return estimates
 
 

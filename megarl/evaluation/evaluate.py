@@ -203,8 +203,7 @@ def settings_of(candidate: Candidate, notes: list[str]) -> dict[str, str | float
 def write_rows(result: ModelResult, file: Path) -> None:
     """A line per prompt: source, messages, answer, and responses as `Response` has them."""
     with open(file, "w", encoding="utf-8", errors="backslashreplace") as stream:  # half a surrogate pair is escaped
-        for prompt in result.prompts:
-            stream.write(json.dumps(dataclasses.asdict(prompt), ensure_ascii=False) + "\n")
+        stream.writelines(json.dumps(dataclasses.asdict(prompt), ensure_ascii=False) + "\n" for prompt in result.prompts)
 
 
 def write_reports(

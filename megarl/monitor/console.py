@@ -42,7 +42,7 @@ class Console:
 
     def loud(self, text: str) -> None:
         """A warning that nobody should miss."""
-        self._progress.console.print(Panel(Text(text), title="warning", border_style="bold red"))
+        self._progress.console.print(Panel(Text(text), title="warning", border_style="bold red"), soft_wrap=False)
 
     def live_paths(self, paths: dict[str, str]) -> None:
         """Which implementations a role uses: `RoleGroup.live_paths`."""

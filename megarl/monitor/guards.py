@@ -56,17 +56,17 @@ class Guards:
 
     def check(self, metrics: Metrics) -> list[Alarm]:
         """Once per step and once per validation, with `step` and all other metrics of it."""
-        alarms = []
+        alarms, step = [], int(metrics["step"])
         for name, (needs, guard) in GUARDS.items():
             config: GuardConfig = getattr(self.config, name)
             if config.action == "off" or not metrics.keys() >= needs:
                 continue
             watch = self.watches.setdefault(name, Watch())
             problem = guard(config, metrics, watch.memory)
-            if problem is not None and self._is_due(watch, bool(problem), config.patience, metrics["step"]):
-                where = f"guards.{name}, step {metrics['step']}"
+            if problem is not None and self._is_due(watch, bool(problem), config.patience, step):
+                where = f"guards.{name}, step {step}"
                 in_a_row = f", {watch.num_bad} times in a row" if watch.num_bad > 1 else ""
-                alarms.append(Alarm(name, metrics["step"], config.action, f"{where}{in_a_row}: {problem}"))
+                alarms.append(Alarm(name, step, config.action, f"{where}{in_a_row}: {problem}"))
         return alarms
 
     def _is_due(self, watch: Watch, is_bad: bool, patience: int, step: int) -> bool:
@@ -265,7 +265,7 @@ def _remember(values: list[float], value: float, window: int) -> None:
 
 
 # key of GuardsConfig -> metrics without which it does not look, the guard
-GUARDS: dict[str, tuple[set[str], Callable[[GuardConfig, Metrics, Memory], str | None]]] = {
+GUARDS: dict[str, tuple[set[str], Callable[..., str | None]]] = {
     "constant_reward": ({"reward/mean", "reward/std"}, constant_reward),
     "kl": ({"kl/ref"}, kl),
     "entropy": ({"entropy"}, entropy),

@@ -21,18 +21,19 @@ def sample_metrics(samples: list[Sample]) -> dict[str, float]:
         metrics["response/duplicate_ratio"] = len(copies) / len(samples)
     if samples[0].reward is None:
         return metrics
-    rewards_B = torch.tensor([sample.reward for sample in samples], dtype=torch.float64)
+    rewards = [sample.require("reward") for sample in samples]
+    rewards_B = torch.tensor(rewards, dtype=torch.float64)
     metrics |= part_means(samples)
     metrics |= {"reward/mean": rewards_B.mean().item(), "reward/std": rewards_B.std(unbiased=False).item()}
     if not has_groups:
         return metrics
     rewards_of: dict[int, set[float]] = {}
-    for sample in samples:
-        rewards_of.setdefault(sample.group_id, set()).add(sample.reward)
-    num_constant = sum(len(rewards) == 1 for rewards in rewards_of.values())
-    best = max(sample.reward for sample in samples)
+    for sample, reward in zip(samples, rewards, strict=True):
+        rewards_of.setdefault(sample.group_id, set()).add(reward)
+    num_constant = sum(len(of_group) == 1 for of_group in rewards_of.values())
+    best = max(rewards)
     return metrics | {
-        "response/failed_duplicate_ratio": sum(copy.reward < best for copy in copies) / len(samples),
+        "response/failed_duplicate_ratio": sum(copy.require("reward") < best for copy in copies) / len(samples),
         "group/zero_variance_groups": num_constant,
         "group/zero_std_ratio": num_constant / len(rewards_of),
     }

@@ -1,5 +1,5 @@
 """runs/NAME/: config.yaml, env.json, metrics.jsonl, samples.jsonl, logs/, checkpoints/, and if need be
-failed_rewards.jsonl and skipped/."""
+failed_rewards.jsonl, skipped/ and what sinks write."""
 
 import fcntl
 import importlib.metadata
@@ -9,7 +9,7 @@ import os
 import platform
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
@@ -21,6 +21,7 @@ from megarl.cluster.run_tag import new_run_id
 from megarl.config import Config
 from megarl.config_file import dump
 from megarl.errors import ConfigError, RunError
+from megarl.monitor.sinks import Sinks
 from megarl.sample import Sample
 
 if TYPE_CHECKING:
@@ -32,8 +33,16 @@ PACKAGES = ("megarl", "torch", "megatron-core", "sglang", "ray", "transformers",
 class RunDirectory:
     """Owns the files of one run; each line is on disk when its call returns. RunError where one cannot be written."""
 
-    def __init__(self, config: Config, command: list[str], device: str, resume: "Resume | None" = None):
-        """What there is of later steps than those that `resume` goes on from is set aside."""
+    def __init__(
+        self,
+        config: Config,
+        command: list[str],
+        device: str,
+        resume: "Resume | None" = None,
+        report: Callable[[str], None] = print,
+    ):
+        """What there is of later steps than those that `resume` goes on from is set aside. `report` gets what the sinks
+        have to say."""
         self.config = config
         self.path = config.run_path
         self.run_id = new_run_id(config.name)
@@ -42,19 +51,22 @@ class RunDirectory:
                 (self.path / folder).mkdir(parents=True, exist_ok=True)
             self._lock = locked(self.path / ".lock")
             step = resume.step if resume else None
+            self.resumed_step = -1 if step is None else step  # the last one that this start of the run does not do
             for name in ("metrics.jsonl", "samples.jsonl", "failed_rewards.jsonl"):
                 keep_steps(self.path / name, step)
-            self.set_aside = set_aside_newer(self.path, -1 if step is None else step)
+            self.set_aside = set_aside_newer(self.path, self.resumed_step)
             remove_leftovers(self.path / "checkpoints")
             (self.path / "config.yaml").write_text(dump(config.model_dump(mode="json")), encoding="utf-8")
             about = {"run_id": self.run_id, "resumed_from": str(resume.folder) if resume else None}
             about |= environment(command, config.seed, device) | {"earlier": earlier_starts(self.path / "env.json")}
+            self.about = about
             (self.path / "env.json").write_text(json.dumps(about, indent=2) + "\n")
             self._metrics = open(self.path / "metrics.jsonl", "a", buffering=1)
             # a lone surrogate as JSON has it
             self._samples = open(
                 self.path / "samples.jsonl", "a", buffering=1, encoding="utf-8", errors="backslashreplace"
             )
+        self.sinks = Sinks(self, report)
 
     @property
     def logs(self) -> Path:
@@ -66,6 +78,7 @@ class RunDirectory:
     def log_metrics(self, metrics: dict) -> None:
         with self._writing("metrics.jsonl"):
             self._metrics.write(json.dumps(metrics, allow_nan=False) + "\n")
+        self.sinks.log(metrics)
 
     def log_samples(self, step: int, samples: list[Sample]) -> None:
         for sample in samples:
@@ -109,6 +122,7 @@ class RunDirectory:
         return self
 
     def __exit__(self, *exception) -> None:
+        self.sinks.close(failed=exception[0] is not None)
         for stream in (self._metrics, self._samples, self._lock):
             with suppress(OSError):  # again, of a line that could not be written: that was said
                 stream.close()

@@ -93,7 +93,7 @@ def code(
         num_tried = len(calls)
     for test in programs:
         left_s = deadline - time.monotonic()
-        if left_s <= 0 or not partial and num_passed < num_tried:
+        if left_s <= 0 or (not partial and num_passed < num_tried):
             break
         output = sandbox.run_program(source, test.stdin, timeout_s=left_s, **options)
         num_passed += output is not None and lines(output) == lines(test.stdout)

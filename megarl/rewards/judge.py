@@ -82,7 +82,7 @@ async def judge(
     high: Annotated[float, AfterValidator(check_high)] = 10.0,
     temperature: Annotated[float, Field(ge=0)] | None = 0.0,
     max_tokens: Annotated[int, Field(ge=1)] | None = 1024,
-    extra_body: Annotated[dict[str, Any], AfterValidator(check_extra_body)] = {},
+    extra_body: Annotated[dict[str, Any], AfterValidator(check_extra_body)] = {},  # noqa: B006  # nobody changes it
     api_key_env: EnvironmentName | None = None,
     timeout_s: Seconds = 20.0,
     max_retries: NumRetries = 2,

@@ -126,7 +126,7 @@ def canonical(value: object, as_json: bool) -> str:
         return ascii(str(value))
     if isinstance(value, bytes | bytearray):
         return repr(bytes(value))
-    if isinstance(value, list) or as_json and isinstance(value, tuple):
+    if isinstance(value, list) or (as_json and isinstance(value, tuple)):
         return f"[{','.join(canonical(item, as_json) for item in value)}]"
     if isinstance(value, tuple):
         return f"({','.join(canonical(item, as_json) for item in value)})"

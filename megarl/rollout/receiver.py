@@ -30,7 +30,8 @@ def receive(model, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
         return
     name = order["group"]
     if order["do"] == "join":
-        for old in [old for old in _groups if old.rpartition("-")[0] != name.rpartition("-")[0]]:  # of an earlier join: PREFIX-STAGE
+        prefix = name.rpartition("-")[0]  # PREFIX-STAGE
+        for old in [old for old in _groups if old.rpartition("-")[0] != prefix]:  # of an earlier join
             _groups.pop(old).abort()
         rank = order["rank_offset"] + torch.distributed.get_rank()
         _groups[name] = WeightsGroup(

@@ -125,6 +125,20 @@ class Server:
             raise RuntimeError("the server has no port before start()")
         return f"http://{self.host}:{self.port}"
 
+    @property
+    def gpus(self) -> list[str]:
+        """Its ranks', as CUDA_VISIBLE_DEVICES names them."""
+        if self.device == "cpu":
+            return []
+        visible = (self.shared_gpus or os.environ.get("CUDA_VISIBLE_DEVICES", "")).split(",")
+        first = self.first_gpu if self.shared_gpus else 0
+        return visible[first : first + self.tensor_parallel]
+
+    @property
+    def pids(self) -> list[int]:
+        """Of all its processes; none before `start` and after its end."""
+        return living_members(self._process.pid) if self.alive() else []
+
     def start(self) -> None:
         """Start the processes and return at once. Raises RunError if a given port is in use."""
         assert not self.alive(), "the server is already running"

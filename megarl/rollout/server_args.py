@@ -32,7 +32,8 @@ RESERVED = {
 
 
 def check_server_args(server_args: dict) -> list[tuple[str, str]]:
-    """(option, what is wrong) for each option that SGLang does not know, that megarl reserves, or whose value has no command line form.
+    """(option, what is wrong) for each option that SGLang does not know, that megarl reserves, or whose value has no form
+    on a command line.
 
     Takes about 0.2 s the first time: it parses SGLang's source, importing it would take half a minute.
     """

@@ -15,6 +15,7 @@ from megarl.checkpoint.folder import checkpoints_of, newest_complete, problems
 from megarl.checkpoint.saver import best_of
 from megarl.errors import RunError
 from megarl.monitor.run_directory import RunDirectory
+from megarl.monitor.sinks import Sinks
 from megarl.sample import Prompt, Sample
 
 VALIDATED = {"train": "t", "validation": "v"}
@@ -263,6 +264,7 @@ def test_a_line_that_cannot_be_written_ends_the_run_with_the_file_and_the_last_g
         fill(tmp_path, leave=0)
         with RunDirectory.__new__(RunDirectory) as run:  # opened while there was room
             run.path, run.config = config.run_path, config
+            run.sinks = Sinks(run, say)
             run._metrics = open(run.path / "metrics.jsonl", "a", buffering=1)
             run._samples = open(run.path / "samples.jsonl", "a", buffering=1)
             run._lock = open(run.path / "metrics.jsonl")

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,26 @@ def engine_of(role) -> tuple[str, RoleConfig, list[str]]:
         return str(worker.writer.model_path), worker.engine.role, [name for name, _ in head.named_parameters()]
 
     return ray.get(role.handles[0].__ray_call__.remote(look), timeout=60)
+
+
+def hold_gpu_memory(*roles) -> None:
+    """As there is no GPU: each rank says that it holds its number + 1 bytes of GPU 0."""
+
+    def hold(worker):
+        from megarl.cluster import workers
+
+        workers.gpu_memory = lambda gpus, pids: {0: worker.rank + 1} if pids == [os.getpid()] else {}
+
+    ray.get([handle.__ray_call__.remote(hold) for role in roles for handle in role.handles], timeout=60)
+
+
+def gpu_memory_of(cluster) -> dict:
+    assert cluster.gpu_memory() == {}  # nobody is asked on CPU
+    cluster.device = "cuda"
+    try:
+        return cluster.gpu_memory()
+    finally:
+        cluster.device = "cpu"
 
 
 def test_actor_and_critic_train_side_by_side_under_different_layouts(tmp_path, monkeypatch):
@@ -77,6 +98,9 @@ def test_actor_and_critic_train_side_by_side_under_different_layouts(tmp_path, m
             critic.place("update")
             critic_losses.append(critic.train_step(samples, squared_error, config.roles.critic.optimizer.learning_rate)["loss"])
             critic.place("generate")
+        node = socket.gethostname()
+        hold_gpu_memory(actor, critic)
+        assert gpu_memory_of(cluster) == {("actor", node, 0): 1 + 2, ("critic", node, 0): 1}
         assert actor_losses == sorted(actor_losses, reverse=True) and critic_losses == sorted(critic_losses, reverse=True)
         with pytest.raises(RunError, match="values: critic rank 0 failed with AssertionError: place.'score'. comes first"):
             critic.values(samples)
@@ -85,6 +109,7 @@ def test_actor_and_critic_train_side_by_side_under_different_layouts(tmp_path, m
         assert [v.shape for v in values] == [torch.Size([4])] * 2 and values[0][0] == 0 and values[0][1] != 0
         os.kill(pid_that_says(actor.handles[1], "the actor's"), signal.SIGKILL)
         os.kill(hung := pid_that_says(critic.handles[0], "the critic's"), signal.SIGSTOP)
+        assert gpu_memory_of(cluster) == {("actor", node, 0): 1}  # of those that answer
         critic.call_timeout_s = 1
         critic.values(samples)
     message = str(failure.value)

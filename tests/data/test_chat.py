@@ -101,7 +101,7 @@ WRONG_TEMPLATES = [
 ]
 
 
-@pytest.mark.parametrize(("template", "reason"), WRONG_TEMPLATES)
+@pytest.mark.parametrize("template, reason", WRONG_TEMPLATES)
 def test_a_wrong_template_is_refused_with_the_rendered_text_or_its_reason(tmp_path, template, reason):
     small_tokenizer(template, bos=False).save_pretrained(tmp_path / "model")
     with pytest.raises(ConfigError, match=f"^model.path: .*{reason}"):
@@ -141,7 +141,7 @@ LEFT_OUT = [
 ]
 
 
-@pytest.mark.parametrize(("template", "roles"), LEFT_OUT)
+@pytest.mark.parametrize("template, roles", LEFT_OUT)
 def test_a_message_that_the_template_leaves_out_is_refused_with_the_rendered_text(template, roles):
     tokenizer = small_tokenizer(template, bos=False)
     messages = [{"role": role, "content": f"hello {i}"} for i, role in enumerate(roles)]

@@ -216,7 +216,7 @@ WRONG_ROWS = [  # (row, the column that is to blame)
 ]
 
 
-@pytest.mark.parametrize(("row", "column"), WRONG_ROWS, ids=str)
+@pytest.mark.parametrize("row, column", WRONG_ROWS, ids=str)
 def test_a_wrong_row_is_named_with_its_column(tmp_path, tokenizer, row, column):
     path = write(tmp_path / "a.jsonl", [{"prompt": "fine", "answer": "1"}, row])
     with pytest.raises(ConfigError, match=r"1 error\(s\).*\n.*a.jsonl:2: .*") as error:

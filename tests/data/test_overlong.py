@@ -106,7 +106,7 @@ def test_refuse_names_the_rows_and_counts_them(tmp_path, tokenizer):
 CUTS = [("truncate_left", "beginning", slice(-24, None)), ("truncate_right", "end", slice(None, 24))]
 
 
-@pytest.mark.parametrize(("overlong", "end", "kept"), CUTS)
+@pytest.mark.parametrize("overlong, end, kept", CUTS)
 def test_truncation_cuts_the_last_message_and_nothing_else(tmp_path, tokenizer, caplog, overlong, end, kept):
     """O02, on request."""
     long, system = text_of_length(100), [{"role": "system", "content": "1"}]

@@ -94,7 +94,7 @@ PLAIN = [  # (what Parquet holds, what a row has)
 ]
 
 
-@pytest.mark.parametrize(("column", "value"), PLAIN, ids=lambda value: str(getattr(value, "type", "")))
+@pytest.mark.parametrize("column, value", PLAIN, ids=lambda value: str(getattr(value, "type", "")))
 def test_what_json_does_not_have_becomes_what_it_has(tmp_path, column, value):
     parquet.write_table(pa.table({"x": column, "nothing": pa.nulls(1)}), tmp_path / "a.parquet")
     [(number, row)] = read(tmp_path / "a.parquet")
@@ -149,7 +149,7 @@ UNREADABLE = [
 ]
 
 
-@pytest.mark.parametrize(("column", "reason"), UNREADABLE, ids=lambda value: str(getattr(value, "type", "")))
+@pytest.mark.parametrize("column, reason", UNREADABLE, ids=lambda value: str(getattr(value, "type", "")))
 def test_what_python_cannot_hold_is_refused_with_the_rows(tmp_path, column, reason):
     parquet.write_table(pa.table({"x": column}), tmp_path / "a.parquet")
     with pytest.raises(ConfigError, match=f"a.parquet: cannot read rows 1 to 1: .*{reason}"):
@@ -205,7 +205,7 @@ def test_a_dataset_with_a_broken_file_is_refused_with_the_reason(dataset):
 
 
 @pytest.mark.parametrize(
-    ("fields", "reason"),
+    "fields, reason",
     [
         ({}, r"Unknown split \"train\". Should be one of \['test'\]"),
         ({"split": "test", "subset": "main"}, r"'main' not found. Available: \['default'\]"),

@@ -301,7 +301,7 @@ def test_an_entropy_bonus_reaches_the_weights(folder):
 def decayed(rank, folder):
     """Weights after a step with a zero loss and a large weight decay."""
     engine = make_engine(folder)
-    before = dict((name, tensor.clone()) for name, tensor in engine.hf_tensors())
+    before = {name: tensor.clone() for name, tensor in engine.hf_tensors()}
     engine.use_optimizer(OptimizerConfig(weight_decay=0.5))
     engine.train_step([sample([5, 6, 7])], lambda logprobs, batch: (logprobs.sum() * 0.0, {}), 0.1, 1.0)
     after = dict(engine.hf_tensors())

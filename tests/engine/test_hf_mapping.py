@@ -87,7 +87,7 @@ def test_a_folder_of_several_files_is_read_and_given_back_bit_for_bit(tmp_path, 
         ),
         ("output_layer.weight", ("output_layer.weight", None, None)),
     ],
-)  # fmt: skip
+)
 def test_both_layer_implementations_have_one_name_for_a_parameter(name, expected):
     assert Parameter.parse(name, first_layer=4, first_expert=8) == Parameter(*expected)
 

@@ -1,5 +1,6 @@
 """What the sending ranks of a layout broadcast: every tensor of the HF folder once and bit for bit, in full buckets."""
 
+import itertools
 import json
 from concurrent.futures import ThreadPoolExecutor
 
@@ -76,9 +77,9 @@ def test_the_stages_together_send_every_tensor_once_and_as_it_is(tmp_path, layou
     for buckets in stages:
         sizes = [[tensor.nbytes for _, tensor in bucket] for bucket in buckets]
         assert all(len(size) == 1 or sum(size) <= BUCKET_BYTES for size in sizes)
-        assert all(sum(size) + following[0] > BUCKET_BYTES for size, following in zip(sizes, sizes[1:]))
+        assert all(sum(size) + following[0] > BUCKET_BYTES for size, following in itertools.pairwise(sizes))
     assert any(len(bucket) == 1 and bucket[0][1].nbytes > BUCKET_BYTES for buckets in stages for bucket in buckets)
-    assert any(layers_of(bucket) & layers_of(following) for b in stages for bucket, following in zip(b, b[1:]))
+    assert any(layers_of(bucket) & layers_of(following) for b in stages for bucket, following in itertools.pairwise(b))
 
 
 def layers_of(bucket) -> set[str]:

@@ -103,7 +103,7 @@ def test_all_that_is_wrong_is_said_at_once(folder, capsys):
 
 
 @pytest.mark.parametrize(
-    ["arguments", "error"],
+    "arguments, error",
     [
         ([], "--model is missing: it is needed where no config is given"),
         (["--pass-at", "2,2"], "given [2, 2], allowed: whole numbers >= 1, each of them once"),
@@ -254,7 +254,7 @@ def test_the_report_has_the_numbers_that_its_rows_come_to(folder, capsys):
         assert (response["reward"], response["error"] is not None) == (None if fails else vowels % 2, fails)
         assert response["reward_parts"] == ({} if fails else {"vowels": vowels % 2})
         assert response["answer"] == (None if response["text"][:1] in ("", " ") else str(vowels // 2))
-        assert response["num_tokens"] == 12 or not response["truncated"] and response["num_tokens"] < 12
+        assert response["num_tokens"] == 12 or (not response["truncated"] and response["num_tokens"] < 12)
     num_failed = sum(response["reward"] is None for response in responses)
     assert num_failed > 0 and f"base: {num_failed} rewards failed, the first: " in output.err
 
@@ -322,7 +322,7 @@ def test_an_answer_of_that_fails_or_gives_no_text_is_refused(folder):
 
 
 @pytest.mark.parametrize(
-    ["reward", "response", "answer"],
+    "reward, response, answer",
     [
         ("gsm8k", "#### $1,234.50", "1234.5"),
         ("gsm8k", "#### -0", "0"),

@@ -8,8 +8,16 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2,
 
 
 def test_the_quickstart_learns_on_gpus_and_trainer_and_server_agree(tmp_path):
-    overrides = ("name=test", "device=cuda", "model.dtype=bfloat16", "trainer.steps=30", "roles.actor.gpus_per_node=1",
-                 "roles.actor.tensor_parallel=1", "roles.actor.offload=all", "rollout.server_args={cuda_graph_max_bs: 8, mem_fraction_static: 0.3}")  # fmt: skip
+    overrides = (
+        "name=test",
+        "device=cuda",
+        "model.dtype=bfloat16",
+        "trainer.steps=30",
+        "roles.actor.gpus_per_node=1",
+        "roles.actor.tensor_parallel=1",
+        "roles.actor.offload=all",
+        "rollout.server_args={cuda_graph_max_bs: 8, mem_fraction_static: 0.3}",
+    )
     with Run(tmp_path, str(ROOT / "configs/quickstart.yaml"), *overrides) as run:
         code = run.wait(500)
         print(run.output[-6000:])

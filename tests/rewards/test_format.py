@@ -1,7 +1,8 @@
 """The form of a response: what tags and patterns accept, and which options a config may give."""
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from megarl.rewards import options_model

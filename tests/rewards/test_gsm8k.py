@@ -5,14 +5,14 @@ import time
 from decimal import Decimal
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from megarl.data import toy
 from megarl.rewards import options_model
 from megarl.rewards.gsm8k import gsm8k, parse_last_number, parse_number
 from megarl.sample import Prompt, Sample, Status
-
 
 FULL_WIDTH = {code: code + 0xFEE0 for code in range(0x21, 0x7F)} | {ord(" "): 0x3000}
 LONG = 200_000  # characters

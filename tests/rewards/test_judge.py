@@ -121,9 +121,9 @@ def test_the_last_score_of_a_reply_is_taken(reply, score):
     ],
 )
 def test_a_reply_without_a_score_is_an_error_and_not_a_0(reply, message):
-    with serving(answering(completion(reply))) as (url, calls):
-        with pytest.raises(RunError, match=f"^{url}/v1: a-judge {message}"):
-            reward(url)
+    serves = serving(answering(completion(reply)))
+    with serves as (url, calls), pytest.raises(RunError, match=f"^{url}/v1: a-judge {message}"):
+        reward(url)
     assert len(calls) == 1
 
 

@@ -1,7 +1,8 @@
 """A reward for a range of lengths."""
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from megarl.rewards import options_model

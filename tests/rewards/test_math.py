@@ -4,7 +4,6 @@ import resource
 import signal
 import subprocess
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction

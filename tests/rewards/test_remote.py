@@ -136,9 +136,8 @@ def test_the_forms_of_an_answer(answer, value):
     ],
 )
 def test_a_service_that_lies_is_an_error_that_shows_what_came_and_is_not_asked_again(body, message):
-    with serving(answering(body)) as (url, calls):
-        with pytest.raises(RunError, match=f"^{url}: .*{message}"):
-            reward(url)
+    with serving(answering(body)) as (url, calls), pytest.raises(RunError, match=f"^{url}: .*{message}"):
+        reward(url)
     assert len(calls) == 1
 
 

@@ -122,7 +122,7 @@ def send_weights(rank, folder, role, urls, server_tensor_parallel, ports, versio
     for stage in range(parallel.pipeline_parallel_size()):
         if stage == parallel.pipeline_parallel_rank() and parallel.helps_to_send():
             if ports is None:
-                sender.share({url: server_tensor_parallel for url in urls}, version, TIMEOUT_S)
+                sender.share(dict.fromkeys(urls, server_tensor_parallel), version, TIMEOUT_S)
             elif parallel.sends_weights():
                 broadcast(sender, urls, server_tensor_parallel, ports[stage], f"{version}-{stage}", version)
             else:

@@ -7,4 +7,10 @@ sync: see mapping.py.
 
 from megarl.engine.hf import llama, mistral, qwen2, qwen3, qwen3_moe
 
-FAMILIES = {"llama": llama, "mistral": mistral, "qwen2": qwen2, "qwen3": qwen3, "qwen3_moe": qwen3_moe}
+FAMILIES = {
+    "llama": llama,
+    "mistral": mistral,
+    "qwen2": qwen2,
+    "qwen3": qwen3,
+    "qwen3_moe": qwen3_moe,
+}
