@@ -28,7 +28,7 @@ def test_kept_quickstart_figures_show_that_it_learns():
 
 def test_kept_figures_show_that_it_learns_under_every_algorithm_as_the_readme_says():
     runs = json.loads((ROOT / "benchmarks/results/algorithms_cpu.json").read_text())["runs"]
-    readme = (ROOT / "README.md").read_text()
+    readme = (ROOT / "megarl/algorithms/README.md").read_text()
     assert list(runs) == list(RUNS)
     for label, run in runs.items():
         first, last, before, after = (run[key] for key in ("first_10", "last_10", "held_out_before", "held_out_after"))
@@ -38,7 +38,7 @@ def test_kept_figures_show_that_it_learns_under_every_algorithm_as_the_readme_sa
 
 def test_kept_figures_of_rewards_are_those_of_the_readme_and_half_of_the_responses_are_right():
     results = json.loads((ROOT / "benchmarks/results/rewards_cpu.json").read_text())["results"]
-    readme = (ROOT / "README.md").read_text()
+    readme = (ROOT / "megarl/rewards/README.md").read_text()
     assert list(results) == list(REWARD_CASES)
     for label, result in results.items():
         assert f"| {label} | {result['round_s']:.2f} s | {result['responses_per_s']:,} |" in readme
@@ -66,7 +66,7 @@ def test_kept_weight_sync_figures_have_the_required_rate_within_two_buffers_of_1
 
 def test_kept_figures_of_conversions_are_those_of_the_readme_and_do_not_grow_with_the_layers():
     results = json.loads((ROOT / "benchmarks/results/convert_cpu.json").read_text())["results"]
-    readme = (ROOT / "README.md").read_text()
+    readme = (ROOT / "megarl/checkpoint/README.md").read_text()
     for result in results:
         peaks = [result[direction]["peak_gb"] for direction in ("to_megatron", "to_hf")]
         assert f"| {result['layers']} | {result['model_gb']} GB | {peaks[0]} GB | {peaks[1]:.2f} GB |" in readme
@@ -75,7 +75,7 @@ def test_kept_figures_of_conversions_are_those_of_the_readme_and_do_not_grow_wit
 
 def test_kept_figures_of_checkpoints_are_those_of_the_readme():
     (case,) = json.loads((ROOT / "benchmarks/results/checkpoint_h200.json").read_text())["cases"]
-    readme = " ".join((ROOT / "README.md").read_text().split())
+    readme = " ".join((ROOT / "megarl/checkpoint/README.md").read_text().split())
     first, then = case["first"], case["second"]
     assert f"{case['gb']:.1f} GB, one H200" in readme and f"waits {then['copy_s']:.2f} s for the copy" in readme
     assert f"at the first save {first['copy_s']:.1f} s" in readme and f"written in {then['write_s']:.0f} s" in readme
