@@ -2,15 +2,16 @@
 """How fast is RL end to end? `megarl train` on random or real weights, its steps taken apart: generation, rewards,
 log-probs, update, sync, and what is between them.
 
-    python benchmarks/throughput.py qwen2.5-1.5b qwen2.5-7b --out throughput.json        # one GPU, in turns
+    python benchmarks/throughput.py qwen2.5-1.5b qwen2.5-3b roles.actor.recompute=full --out throughput.json
     python benchmarks/throughput.py qwen2.5-7b --placement disaggregated --sweep sync.bucket_mb=256,1024
     python benchmarks/throughput.py models/mine algorithm.prompts_per_step=64 rollout.sampling.max_new_tokens=2048
     python benchmarks/throughput.py toy                                                  # on a CPU
     python benchmarks/throughput.py --compare before.json after.json --fail-if-slower 5%
 
-A model is a Hugging Face folder, or the name of a shape that gets random weights and the toy's tokenizer. Prompts are
-random words, each of data.max_prompt_tokens tokens with its template, and rewards are drawn by lot, so that there are
-advantages; overrides may name other data and rewards. --sweep takes every combination of its values.
+A model is a Hugging Face folder, or the name of a shape that gets random weights and the toy's tokenizer. Overrides of
+the config belong to the model before them, those before the first one to all. Prompts are random words, each of
+data.max_prompt_tokens tokens with its template, and rewards are drawn by lot, so that there are advantages; overrides
+may name other data and rewards. --sweep takes every combination of its values, for each model.
 """
 
 import argparse
@@ -58,11 +59,22 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--compare", type=Path, nargs=2, metavar=("BEFORE.json", "AFTER.json"))
     parser.add_argument("--fail-if-slower", type=share, metavar="5%", help="by more, beyond the noise: exit code 1")
     options = parser.parse_intermixed_args()
-    options.overrides = [text for text in options.points if "=" in text]
-    options.models = [text for text in options.points if "=" not in text]
+    options.models = models_of(options.points)
     if problems := list(problems_of(options)):
         parser.error("; ".join(problems))
     return options
+
+
+def models_of(texts: list[str]) -> list[tuple[str, list[str]]]:
+    """Each model with its overrides."""
+    common: list[str] = []
+    models: list[tuple[str, list[str]]] = []
+    for text in texts:
+        if "=" not in text:
+            models.append((text, list(common)))
+        else:
+            (models[-1][1] if models else common).append(text)
+    return models
 
 
 def share(text: str) -> float:
@@ -80,14 +92,14 @@ def problems_of(options: argparse.Namespace):
         return
     if not options.models:
         yield f"which model? {', '.join(DUMMIES)}, or a folder"
-    for model in options.models:
+    yield from (f"--sweep {text}: key.path=value,value is expected" for text in options.sweep if "=" not in text)
+    for model, overrides in options.models:
         if model not in DUMMIES and not Path(model).is_dir():
             yield f"{model}: neither a folder nor one of {', '.join(DUMMIES)}"
+        keys = [text.partition("=")[0] for text in (*overrides, *options.sweep)]
+        yield from (f"{model}: {key} is given twice" for key in dict.fromkeys(keys) if keys.count(key) > 1)
     if options.warmup < 1 or options.repeats < 1:
         yield f"--warmup {options.warmup} --repeats {options.repeats}: both are 1 or more; no step is like the first"
-    keys = [text.partition("=")[0] for text in (*options.overrides, *options.sweep)]
-    yield from (f"--sweep {text}: key.path=value,value is expected" for text in options.sweep if "=" not in text)
-    yield from (f"{key} is given twice" for key in dict.fromkeys(keys) if keys.count(key) > 1)
 
 
 def run(options: argparse.Namespace, folder: Path) -> int:
@@ -131,9 +143,9 @@ def run(options: argparse.Namespace, folder: Path) -> int:
             partial.write_text(json.dumps(report | {"points": [*done, point]}, indent=1) + "\n")
             os.replace(partial, options.out)
 
-    for model in options.models:
+    for model, overrides in options.models:
         for values in itertools.product(*map(values_of, options.sweep)):
-            point = measure(model, [*options.overrides, *values], plan, save)
+            point = measure(model, [*overrides, *values], plan, save)
             done.append(point)
             if "failed" in point:
                 plan.report(f"{point['label']}: failed: {point['failed']}")

@@ -17,12 +17,13 @@ import profiled_run
 from throughput_figures import PHASES, Layout, figures, layout_of, step_row
 from throughput_inputs import DUMMIES, dummy_model, write_prompts
 
-from megarl.config import Config, load
+from megarl.config import Config, SamplingConfig, load
 from megarl.config_file import dump
 from megarl.errors import ConfigError
 
 BENCHMARKS = Path(__file__).parent
 POLL_S = 0.02
+LOG_LINES = 40
 END_S = 120.0  # from SIGTERM to the end of the run
 CUDA_GRAPHS = {"cuda_graph_bs", "cuda_graph_max_bs", "disable_cuda_graph"}  # what decides on them
 SIZES = {  # by device: tokens of a prompt and of a response, prompts of a step
@@ -56,6 +57,8 @@ def measure(model: str, overrides: list[str], plan: Plan, save: Callable[[dict],
     point = {"label": label, "model": model, "overrides": overrides, "steps": []}
     start = time.monotonic()
     try:
+        if start > plan.deadline:
+            raise Failed("the limit of time for all points was reached before")
         file, config = write_config(model, overrides, plan)
         layout = layout_of(config, plan.gpu_name)
         point |= {"gpus": layout.num_gpus, "settings": layout.settings}
@@ -63,13 +66,19 @@ def measure(model: str, overrides: list[str], plan: Plan, save: Callable[[dict],
             follow(point, config, layout, [str(file), *overrides], plan, watch, save)
     except (ConfigError, Failed, OSError) as error:
         point["failed"] = str(error)
+        if isinstance(error, Failed) and error.log_end:
+            point["log_end"] = error.log_end
     point["wall_s"] = round(time.monotonic() - start, 1)
     save(point)
     return point
 
 
 class Failed(Exception):
-    """Why a run ended before its last step."""
+    """Why a run ended before its last step; with its log, that one's last lines are kept."""
+
+    def __init__(self, why: str, log: Path | None = None):
+        super().__init__(why)
+        self.log_end = log.read_text(errors="replace").splitlines()[-LOG_LINES:] if log else []
 
 
 def write_config(model: str, overrides: list[str], plan: Plan) -> tuple[Path, Config]:
@@ -93,6 +102,8 @@ def write_config(model: str, overrides: list[str], plan: Plan) -> tuple[Path, Co
         "trainer": {"steps": 1_000_000, "num_logged_samples": 0},  # it is ended before
         "checkpoint": {"save_on": []},
     }
+    if is_dummy and "ignore_eos" in SamplingConfig.model_fields:
+        tree["rollout"]["sampling"]["ignore_eos"] = True  # else random weights end a response now and then
     file = plan.folder / f"{tree['name']}.yaml"
     file.write_text(dump(tree))
     config = load(file, overrides)
@@ -156,7 +167,8 @@ def steps_of(config: Config, arguments: list[str], plan: Plan) -> Iterator[tuple
     log = config.run_path.parent / f"{config.name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     last = plan.warmup + plan.repeats
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(BENCHMARKS.parent), str(BENCHMARKS)])}
+    paths = [str(BENCHMARKS.parent), str(BENCHMARKS), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     if plan.profile:
         last += 1
         folder = plan.profile / config.name.rpartition("-")[0]
@@ -186,9 +198,9 @@ def lines_of(file: Path, child: subprocess.Popen, limit: float, log: Path) -> It
             yield time.monotonic(), json.loads(line)
         read = len(whole)
         if ended:
-            raise Failed(f"the run ended with exit code {child.returncode}: {last_error(log)}")
+            raise Failed(f"the run ended with exit code {child.returncode}: {last_error(log)}", log)
         if time.monotonic() > limit:
-            raise Failed(f"the limit of time was reached, {read} lines of metrics were there; {log}: {last_error(log)}")
+            raise Failed(f"the limit of time was reached; its last line: {last_error(log)}", log)
         ended = child.poll() is not None
         time.sleep(POLL_S)
 

@@ -19,7 +19,6 @@ from megarl.cluster.slurm import FIRST_PORT, NUM_PORTS
 START_S, SAVE_S, END_S = 600, 180, 900
 QUICKSTART, SFT = (str(ROOT / f"configs/{name}.yaml") for name in ("quickstart", "quickstart_sft"))
 ON_BOTH = ("roles.actor.cpus_per_rank=1",)  # fills one node of two CPUs: the server is on the other
-BATCH_SCRIPT = str(ROOT / "launch/slurm/train.sbatch")
 
 
 @pytest.fixture(scope="module")
@@ -31,13 +30,20 @@ def cluster():
 class Job:
     """A job of sbatch, called in `folder`; use as a context, which fails if anything of it is left."""
 
-    def __init__(self, folder: Path, *arguments: str, options: tuple[str, ...] = (), **variables: str):
+    def __init__(
+        self,
+        folder: Path,
+        *arguments: str,
+        options: tuple[str, ...] = (),
+        script: str = "train.sbatch",
+        **variables: str,
+    ):
         self.folder = folder
         self.tag = uuid.uuid4().hex
         self.before = ray_folders()
         names = {"MEGARL_ROOT": str(ROOT), "MEGARL_VENV": sys.prefix, "PYTHONPATH": str(ROOT), TAG: self.tag}
         environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"} | names | variables
-        command = ["sbatch", "--parsable", *options, BATCH_SCRIPT, *arguments]
+        command = ["sbatch", "--parsable", *options, str(ROOT / "launch/slurm" / script), *arguments]
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stderr
         self.id = done.stdout.strip()
@@ -145,6 +151,19 @@ def test_scancel_saves_the_run_and_does_not_requeue_it(tmp_path, cluster):
         assert job.state() == "CANCELLED" and job.about("Restarts") == "0"
         assert "SIGTERM: saving the run after step" in job.output, job.output
         assert len(checkpoints(run_path)) == 1, job.output
+
+
+@pytest.mark.soak
+def test_a_job_of_one_node_has_no_cluster_and_goes_on_after_its_time_limit_too(tmp_path, cluster):
+    run_path, few = tmp_path / "runs/test", "trainer.steps=1500"
+    script = "train_single_node.sbatch"
+    with Job(tmp_path, SFT, "name=test", few, options=("--time=60",), script=script) as job:
+        job.wait_for_step(run_path, 2)
+        scancel("--batch", "--signal=USR1", job.id)
+        job.wait_for_text("going on from runs/test/checkpoints/step_", START_S)
+        assert job.wait(END_S) == 0, job.output
+        assert job.about("Restarts") == "1" and "Ray cluster" not in job.output, job.output
+    assert checkpoints(run_path)[-1] == "step_001500"
 
 
 def test_a_job_that_cannot_work_is_refused_before_ray_starts_with_all_reasons(tmp_path, cluster):

@@ -14,7 +14,7 @@ from ranks import run_ranks
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import cpu_gate
 from shapes import SHAPES
-from throughput import compare_files, problems_of, share, values_of
+from throughput import compare_files, models_of, problems_of, share, values_of
 from throughput_figures import Layout, compare, figures, layout_of, step_row, table
 from throughput_inputs import write_prompts
 
@@ -149,8 +149,12 @@ def test_a_sweep_splits_at_the_commas_between_values():
     assert values_of("a={x: [1, 2], y: 3},null") == ["a={x: [1, 2], y: 3}", "a=null"]
 
 
+def test_overrides_belong_to_the_model_before_them():
+    assert models_of(["a=1", "toy", "b=2", "c=3", "qwen"]) == [("toy", ["a=1", "b=2", "c=3"]), ("qwen", ["a=1"])]
+
+
 def options(**given):
-    lists = {"points": [], "sweep": [], "models": ["toy"], "overrides": []}
+    lists = {"points": [], "sweep": [], "models": [("toy", [])]}
     return SimpleNamespace(**lists | {"compare": None, "warmup": 1, "repeats": 1} | given)
 
 
@@ -158,10 +162,10 @@ def options(**given):
     "given, named",
     [
         ({"models": []}, "which model"),
-        ({"models": ["qwen"]}, "qwen: neither a folder nor one of toy"),
+        ({"models": [("qwen", [])]}, "qwen: neither a folder nor one of toy"),
         ({"warmup": 0}, "--warmup 0"),
         ({"sweep": ["seed"]}, "--sweep seed"),
-        ({"overrides": ["seed=1"], "sweep": ["seed=1,2"]}, "seed is given twice"),
+        ({"models": [("toy", ["seed=1"])], "sweep": ["seed=1,2"]}, "toy: seed is given twice"),
         ({"compare": ("a", "b"), "points": ["toy"]}, "toy: nothing is measured"),
     ],
 )

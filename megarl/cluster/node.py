@@ -117,7 +117,7 @@ def _head(host: str, port: int, dashboard_port: int | None) -> list[str]:
     options = ["--head", f"--node-ip-address={host}", f"--port={port}", f"--ray-client-server-port={client_port}"]
     if dashboard_port is None:
         return [*options, "--include-dashboard=false"]
-    if importlib.util.find_spec("aiohttp_cors") is None:  # Ray would leave the dashboard out, in silence
+    if importlib.util.find_spec("aiohttp_cors") is None:
         raise RunError("Ray's dashboard, which serves `ray job submit`, is not installed: launch/setup_env.sh jobs")
     return [*options, "--include-dashboard=true", f"--dashboard-port={dashboard_port}"]
 

@@ -33,7 +33,7 @@ FLAGS = {  # option -> the key of the config that it sets
     "dtype": "model.dtype",
     "seed": "seed",
 }
-ONLY_TRAINING = ("placement", "warm_start", "sync", "trainer", "checkpoint", "guards", "debug")  # sections
+ONLY_TRAINING = ("placement", "warm_start", "sync", "trainer", "checkpoint", "guards", "monitor", "debug")  # sections
 REWARD_ROLES = ("reward_model", "reward_server")
 LIMIT = "rollout.sampling.max_new_tokens"  # which evaluation.max_new_tokens stands in for
 
