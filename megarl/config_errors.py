@@ -13,6 +13,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from megarl.config_file import Document
+from megarl.config_other_names import OTHER_NAMES
 
 TYPE_NAMES = {str: "a string", bool: "true or false", int: "a whole number", float: "a number"}
 GIVEN_NAMES = TYPE_NAMES | {bool: "a boolean", list: "a list", dict: "a mapping"}
@@ -96,8 +97,11 @@ def unknown_key(schema: type[BaseModel], document: Document, key: str, near: lis
 
 
 def nearest_keys(schema: type[BaseModel], key: str) -> list[str]:
-    """Known keys that `key` may stand for: of its own section, else anywhere below it, else anywhere in the tree."""
+    """Known keys that `key` may stand for: what others call it, else of its own section, else anywhere below it, else
+    anywhere in the tree."""
     section, dot, name = key.rpartition(".")
+    if name in OTHER_NAMES:
+        return [OTHER_NAMES[name]]
     if mapping := mapping_around(schema, key):
         names = keys_by_name(schema, mapping)
         return [f"{section}.{other}" for other in nearest(name, names)]

@@ -3,6 +3,10 @@
 import pytest
 from config_folder import folder, only, refusal, write  # noqa: F401
 
+from megarl.config import Config
+from megarl.config_errors import known_keys
+from megarl.config_other_names import OTHER_NAMES
+
 KL = ("coefficient", "in", "estimator", "importance_weighted", "target", "horizon")
 OPTIMIZED = ("warm_start", "roles.actor", "roles.critic")
 
@@ -103,3 +107,11 @@ def test_a_check_that_rests_on_a_broken_key_is_left_out(folder):
     only(refusal("algorithm.mini_batch_size=x", "algorithm.prompts_per_step=16"))
     only(refusal("algorithm.group_sise=1", "algorithm.mini_batch_size=5"))  # what group_size was meant is not known
     only(refusal("model.path=3", "rollout.tensor_parallel=4"))
+
+
+def test_what_verl_and_slime_call_a_key_names_ours(folder):
+    known = set(known_keys(Config))
+    assert set(OTHER_NAMES.values()) <= known
+    assert not OTHER_NAMES.keys() & {key.rpartition(".")[2] for key in known}
+    line = only(refusal("data.train_batch_size=8"))
+    assert line == "override data.train_batch_size=8: unknown key; did you mean algorithm.prompts_per_step?"
