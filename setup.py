@@ -55,6 +55,7 @@ setup(
     ],
     extras_require={
         "gpu": ["transformer-engine[pytorch,core_cu13]"],
+        "jobs": ["ray[default]"],
         "test": [
             "pytest",
             "hypothesis",

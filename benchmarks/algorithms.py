@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Does the toy learn under each algorithm? Presets, and parts that no preset has; about 20 minutes on two cores.
 
-    .venv/bin/python benchmarks/algorithms.py [--out benchmarks/results/algorithms_cpu.json] [--only LABEL ...]
+.venv/bin/python benchmarks/algorithms.py [--out benchmarks/results/algorithms_cpu.json] [--only LABEL ...]
 """
 
 import argparse

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """What does a checkpoint cost a training? The steps before it, the copy to host memory, the steps while it is written.
 
-    python benchmarks/checkpoint.py --out checkpoint.json                      # all shapes, on one GPU
-    python benchmarks/checkpoint.py --shapes qwen2.5-0.5b --folder /dev/shm    # where to write
+python benchmarks/checkpoint.py --out checkpoint.json                      # all shapes, on one GPU
+python benchmarks/checkpoint.py --shapes qwen2.5-0.5b --folder /dev/shm    # where to write
 """
 
 import argparse
@@ -128,7 +128,11 @@ def table(cases: list[dict]) -> str:
         first, then = case["first"], case["second"]
         while_writing = then["step_while_writing_s"]
         cells = [f"{case['gb']:.1f}", f"{first['copy_s']:.2f} s", f"{then['copy_s']:.2f} s", f"{case['step_s']:.3f} s"]
-        cells += [f"{while_writing:.3f} s" if while_writing else "-", f"{then['write_s']:.1f} s", f"{then['finish_s']:.2f} s"]
+        cells += [
+            f"{while_writing:.3f} s" if while_writing else "-",
+            f"{then['write_s']:.1f} s",
+            f"{then['finish_s']:.2f} s",
+        ]
         cells += [f"{case['verify_s']:.1f} s", f"{case['load_s']:.1f} s"]
         lines.append(f"| {case['shape']} | {' | '.join(cells)} |")
     return "\n".join(lines)

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Write a model of a real shape with random weights, and the toy's tokenizer: layouts and memory can be tried without a hub.
 
-    python benchmarks/make_random_model.py qwen2.5-1.5b models/random-1.5b
+python benchmarks/make_random_model.py qwen2.5-1.5b models/random-1.5b
 """
 
 import argparse

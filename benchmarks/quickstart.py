@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Does the quickstart learn? Seeds 1, 2, 3 and a control whose rewards are shuffled; about 6 minutes on two cores.
 
-    .venv/bin/python benchmarks/quickstart.py [--out benchmarks/results/quickstart_cpu.json]
+.venv/bin/python benchmarks/quickstart.py [--out benchmarks/results/quickstart_cpu.json]
 """
 
 import argparse

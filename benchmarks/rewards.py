@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """How long a round of rewards takes: 1,024 responses of 512 tokens in 128 groups, by each reward, in the pool.
 
-    .venv/bin/python benchmarks/rewards.py [--num-workers 1] [--out benchmarks/results/rewards_cpu.json]
+.venv/bin/python benchmarks/rewards.py [--num-workers 1] [--out benchmarks/results/rewards_cpu.json]
 """
 
 import argparse

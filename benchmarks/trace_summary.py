@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """What a GPU did during one profiled step: busy and idle time, and the kernels that took longest.
 
-    python benchmarks/trainer.py --shapes qwen2.5-1.5b --layouts dp2 --contenders engine-te --profile profile/
-    python benchmarks/trace_summary.py profile/1536-dp2-transformer_engine.json.gz
+python benchmarks/trainer.py --shapes qwen2.5-1.5b --layouts dp2 --contenders engine-te --profile profile/
+python benchmarks/trace_summary.py profile/1536-dp2-transformer_engine.json.gz
 """
 
 import argparse

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """How fast is a training step? The Engine with the policy loss, on dummy weights, against a bare Megatron-Core loop.
 
-    python benchmarks/trainer.py --out trainer.json                   # everything, on two GPUs
-    python benchmarks/trainer.py --shapes qwen2.5-1.5b --layouts dp2 --contenders bare-te engine-te --profile profile/
-    python benchmarks/trainer.py --bare ...                           # the bare loop alone
+python benchmarks/trainer.py --out trainer.json                   # everything, on two GPUs
+python benchmarks/trainer.py --shapes qwen2.5-1.5b --layouts dp2 --contenders bare-te engine-te --profile profile/
+python benchmarks/trainer.py --bare ...                           # the bare loop alone
 """
 
 import argparse
@@ -85,7 +85,9 @@ def run_ranks(world_size: int, layout: str, shape: str, options: argparse.Namesp
         results = Path(folder, "results.json")
         results.write_text("[]")
         try:
-            multiprocessing.spawn(rank_main, (world_size, free_port("127.0.0.1"), layout, shape, options, results), nprocs=world_size)
+            multiprocessing.spawn(
+                rank_main, (world_size, free_port("127.0.0.1"), layout, shape, options, results), nprocs=world_size
+            )
         except multiprocessing.ProcessRaisedException as error:
             if "OutOfMemoryError" not in str(error):
                 raise
@@ -108,7 +110,9 @@ def rank_main(rank: int, world_size: int, port: int, layout: str, shape: str, op
     for contender in options.contenders:
         who, impl = CONTENDERS[contender]
         measured = (run_bare if who == "bare" else run_engine)(SHAPES[shape], layout, impl, options)
-        results.append({"shape": shape, "layout": layout, "contender": contender, **figures(shape, layout, measured, options)})
+        results.append(
+            {"shape": shape, "layout": layout, "contender": contender, **figures(shape, layout, measured, options)}
+        )
         if rank == 0:
             file.write_text(json.dumps(results))
             print(table(results[-1:]), flush=True)
@@ -119,7 +123,9 @@ def run_bare(shape: dict, layout: str, impl: str, options) -> dict:
     import bare_megatron
 
     lengths = [options.length] * options.sequences
-    return bare_megatron.run_bare(shape, options.microbatches, lengths, impl, options.dtype, options.steps, options.warmup)
+    return bare_megatron.run_bare(
+        shape, options.microbatches, lengths, impl, options.dtype, options.steps, options.warmup
+    )
 
 
 def run_engine(shape: dict, layout: str, impl: str, options) -> dict:
@@ -229,7 +235,10 @@ def figures(shape: str, layout: str, measured: dict, options) -> dict:
 
 
 def table(cases: list[dict]) -> str:
-    lines = ["| shape | layout | contender | step s | tokens/s/GPU | TFLOP/s/GPU | MFU | peak GB |", "|---|---|---|---|---|---|---|---|"]
+    lines = [
+        "| shape | layout | contender | step s | tokens/s/GPU | TFLOP/s/GPU | MFU | peak GB |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
     for c in (case for case in cases if "failed" not in case):
         lines.append(
             f"| {c['shape']} | {c['layout']} | {c['contender']} | {c['step_s']:.3f} | {c['tokens_per_s_per_gpu']:,} | "

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """How fast do new weights reach the servers? A real actor, real SGLang servers, random weights, every push verified.
 
-    python benchmarks/weight_sync.py --out weight_sync.json                  # 7B, actor on one GPU, server on another
-    python benchmarks/weight_sync.py --placement colocated --shape qwen2.5-1.5b    # both on one GPU
-    python benchmarks/weight_sync.py --device cpu --shape tiny --buckets 1 --pushes 2
+python benchmarks/weight_sync.py --out weight_sync.json                  # 7B, actor on one GPU, server on another
+python benchmarks/weight_sync.py --placement colocated --shape qwen2.5-1.5b    # both on one GPU
+python benchmarks/weight_sync.py --device cpu --shape tiny --buckets 1 --pushes 2
 """
 
 import argparse
@@ -59,7 +59,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--servers", type=int, default=1)
     parser.add_argument("--server-tp", type=int, default=1)
     parser.add_argument("--no-ceilings", dest="ceilings", action="store_false")
-    parser.add_argument("--folder", type=Path, help="where the model is written, e.g. /dev/shm; by default the folder of temporary files")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        help="where the model is written, e.g. /dev/shm; by default the folder of temporary files",
+    )
     parser.add_argument("--out", type=Path, help="JSON file")
     return parser.parse_args()
 
@@ -191,7 +195,10 @@ def in_child(function, *arguments):
 
 
 def table(report: dict) -> str:
-    lines = ["| bucket MiB | buckets | GB/s (range) | with pause, canary and all | verify | canary |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| bucket MiB | buckets | GB/s (range) | with pause, canary and all | verify | canary |",
+        "|---|---|---|---|---|---|",
+    ]
     for p in report["pushes"]:
         low, high = p["gb_per_s_range"]
         lines.append(
@@ -199,7 +206,9 @@ def table(report: dict) -> str:
             f"{p['verify_s'] * 1e3:.0f} ms | {p['canary_diff']:.2g} |"
         )
     for c in report["ceilings"]:
-        lines.append(f"ceiling at {c['mb']} MiB: broadcast {c.get('broadcast_gb_per_s', '-')} GB/s, copy {c['copy_gb_per_s']} GB/s")
+        lines.append(
+            f"ceiling at {c['mb']} MiB: broadcast {c.get('broadcast_gb_per_s', '-')} GB/s, copy {c['copy_gb_per_s']} GB/s"
+        )
     return "\n".join(lines)
 
 

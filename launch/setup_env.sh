@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Make .venv from constraints.txt, or bring it up to date. Safe to call again: it returns at once when nothing changed.
-#   launch/setup_env.sh [extra ...]      extras of setup.py: test, gpu
+#   launch/setup_env.sh [extra ...]      extras of setup.py: test, gpu, jobs
 # $PYTHON names the interpreter; else Python 3.12 is looked for under python3.12, pyenv, uv and conda.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -50,7 +50,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "--allow-config-change", action="store_true", help="resume with a config that trains otherwise"
     )
     train_parser.add_argument("--dry-run", action="store_true", help="check and print the config and what it needs")
-    train_parser.add_argument("--seeds", metavar="K,K", help="a run for each seed in turn, NAME-seedK, and their spread")
+    train_parser.add_argument(
+        "--seeds", metavar="K,K", help="a run for each seed in turn, NAME-seedK, and their spread"
+    )
     add_ray_address(train_parser)
     data_parser = commands.add_parser("data", help="a quality report on data; conversion", allow_abbrev=False)
     data_report.add_arguments(data_parser)

@@ -7,8 +7,8 @@ from pydantic import Field
 
 from megarl import config_file
 from megarl.config_algorithm import AlgorithmConfig
-from megarl.config_checks import check, violations
 from megarl.config_checkpoint import CheckpointConfig, EarlyStopConfig
+from megarl.config_checks import check, violations
 from megarl.config_data import DataConfig
 from megarl.config_describe import describe
 from megarl.config_errors import covers, validate
@@ -223,6 +223,10 @@ class SamplingConfig(Section):
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = -1
     max_new_tokens: int = Field(512, ge=1)
+    ignore_eos: bool = Field(
+        False,
+        description="go on to max_new_tokens behind the token that ends a turn: responses of one length, for speed",
+    )
 
 
 class RolloutConfig(ServersConfig):

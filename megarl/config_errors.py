@@ -51,7 +51,9 @@ def validate[Schema: BaseModel](schema: type[Schema], document: Document) -> Sch
         document.doubtful |= reported | {mapping for key in reported if (mapping := mapping_around(schema, key))}
 
 
-def explain(schema: type[BaseModel], document: Document, key: str, field: FieldInfo | None, detail: ErrorDetails) -> str:
+def explain(
+    schema: type[BaseModel], document: Document, key: str, field: FieldInfo | None, detail: ErrorDetails
+) -> str:
     """One line for one of pydantic's violations."""
     if field is None:
         near = nearest_keys(schema, key)
@@ -210,7 +212,7 @@ def section_of(annotation: Any) -> type[BaseModel] | None:
 
 def has_sections(annotation: Any) -> bool:
     """Whether a field holds sections in a list or by name."""
-    return isinstance(annotation, type) and issubclass(annotation, BaseModel) or any(
+    return (isinstance(annotation, type) and issubclass(annotation, BaseModel)) or any(
         has_sections(argument) for argument in get_args(annotation)
     )
 

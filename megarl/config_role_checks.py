@@ -129,7 +129,9 @@ def check_heads(config: "Config", name: str, shape: ModelShape) -> Iterator[Viol
     valid = divisors(gcd(heads, groups, width))
     size = config.roles.megatron[name].tensor_parallel
     if size not in valid:
-        numbers = f"{heads} attention heads, {groups} key/value heads" + (f" and intermediate size {width}" if width else "")
+        numbers = f"{heads} attention heads, {groups} key/value heads" + (
+            f" and intermediate size {width}" if width else ""
+        )
         yield Violation(
             f"given {size}, but the model has {numbers}, and it must divide all of them (more ranks than key/value heads "
             f"is not supported for a Megatron role); valid: {listed(valid)}",

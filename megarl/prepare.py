@@ -62,4 +62,3 @@ def correct(samples: list[Sample], config: Config) -> dict[str, float]:
     for sample, weights_L in zip(samples, weights):
         sample.weights = weights_L
     return {f"off_policy/{name}": value for name, value in metrics.items()}
-

@@ -24,9 +24,7 @@ def write_samples(file: Path, samples: Iterable[Sample]) -> None:
     os.replace(partial, file)
 
 
-def read_samples(
-    file: Path, prompt_at: Callable[[str, int], Prompt | None], same_tokens: bool = True
-) -> list[Sample]:
+def read_samples(file: Path, prompt_at: Callable[[str, int], Prompt | None], same_tokens: bool = True) -> list[Sample]:
     """`prompt_at(source, i)`: the prompt of the i-th sample, which came from `source`; None where there is none.
 
     Without `same_tokens` a prompt keeps the tokens that it had: a template may put in the day's date.

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import torch
 
-
 # What a tiny model of a family needs besides the common shape.
 FAMILY_SHAPES = {
     "mistral": {"head_dim": 8, "sliding_window": None},

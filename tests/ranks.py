@@ -40,7 +40,9 @@ def run_ranks(function, world_size: int, *args, timeout_s: float = 120, **layout
                 ok, value = pipe.recv()
                 assert ok, f"rank {rank} of {world_size} failed:\n{value}"
                 results[rank] = value
-            assert time.monotonic() < deadline, f"ranks {set(range(world_size)) - results.keys()} silent for {timeout_s} s"
+            assert time.monotonic() < deadline, (
+                f"ranks {set(range(world_size)) - results.keys()} silent for {timeout_s} s"
+            )
     finally:
         for process in processes:
             process.join(timeout=10 if len(results) == world_size else 0)

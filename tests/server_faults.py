@@ -39,7 +39,10 @@ def survive(folder: Path, device: str, **settings) -> SimpleNamespace:
     prompts = [Prompt([], [5 + i, 6, 7]) for i in range(16)]
     seen = SimpleNamespace(lines=[], metrics=[], killed=[])
 
-    with Cluster(config, device, folder / "logs") as cluster, Fleet(config, cluster, inputs, seen.lines.append) as fleet:
+    with (
+        Cluster(config, device, folder / "logs") as cluster,
+        Fleet(config, cluster, inputs, seen.lines.append) as fleet,
+    ):
         cluster.start_servers()
         if config.placement == "colocated":
             fleet.connect()
@@ -63,7 +66,11 @@ def survive(folder: Path, device: str, **settings) -> SimpleNamespace:
 
 def signal_schedulers(cluster: Cluster, number: signal.Signals) -> list[int]:
     """Signal the processes of this run's servers that hold the model; their pids."""
-    pids = [pid for pid, command in tagged_processes(cluster.tag.run_id, RUN_VARIABLE).items() if "sglang::scheduler" in command]
+    pids = [
+        pid
+        for pid, command in tagged_processes(cluster.tag.run_id, RUN_VARIABLE).items()
+        if "sglang::scheduler" in command
+    ]
     for pid in pids:
         os.kill(pid, number)
     return pids

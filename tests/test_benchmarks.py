@@ -42,14 +42,20 @@ def test_kept_figures_of_rewards_are_those_of_the_readme_and_half_of_the_respons
     assert list(results) == list(REWARD_CASES)
     for label, result in results.items():
         assert f"| {label} | {result['round_s']:.2f} s | {result['responses_per_s']:,} |" in readme
-    assert all(results[label]["reward_mean"] == 0.5 for label in results if label.startswith(("math", "code", "gsm8k,")))
+    assert all(
+        results[label]["reward_mean"] == 0.5 for label in results if label.startswith(("math", "code", "gsm8k,"))
+    )
 
 
 def test_kept_trainer_figures_reach_the_bare_loop_of_their_run():
     reports = json.loads((ROOT / "benchmarks/results/trainer_2xh200.json").read_text())
     pairs = 0
     for report in reports:
-        speed = {(c["shape"], c["layout"], c["contender"]): c["tokens_per_s_per_gpu"] for c in report["cases"] if "failed" not in c}
+        speed = {
+            (c["shape"], c["layout"], c["contender"]): c["tokens_per_s_per_gpu"]
+            for c in report["cases"]
+            if "failed" not in c
+        }
         for (shape, layout, contender), bare in speed.items():
             if contender == "bare-te":
                 pairs += 1

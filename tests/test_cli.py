@@ -37,7 +37,9 @@ def test_the_name_of_an_earlier_run_is_refused_in_a_dry_run_too(folder, capsys):
     for more in ([], ["--dry-run"]):
         assert cli.main(["train", QUICKSTART, "name=used", *more]) == 2
         out, err = capsys.readouterr()
-        assert out == "" and err.startswith("megarl: error: name: runs/used holds an earlier run; go on with it (--resume auto), ")
+        assert out == "" and err.startswith(
+            "megarl: error: name: runs/used holds an earlier run; go on with it (--resume auto), "
+        )
 
 
 def test_overrides_may_stand_on_both_sides_of_an_option(capsys):

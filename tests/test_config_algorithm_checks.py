@@ -28,8 +28,10 @@ def test_every_preset_loads_its_parts_exist_and_its_description_loads_again(fold
     assert algorithm.advantage in ADVANTAGES and algorithm.policy_loss in POLICY_LOSSES
     assert algorithm.has_pairs == (name in PREFERENCE_LOSSES) == (name in PAIRS)
     assert not set(PRESETS[name]) - set(AlgorithmConfig.model_fields)
-    assert algorithm.policy_loss not in USUAL_CLIPS or algorithm.policy_loss == "ppo" or (
-        (algorithm.clip_low, algorithm.clip_high) == USUAL_CLIPS[algorithm.policy_loss]
+    assert (
+        algorithm.policy_loss not in USUAL_CLIPS
+        or algorithm.policy_loss == "ppo"
+        or ((algorithm.clip_low, algorithm.clip_high) == USUAL_CLIPS[algorithm.policy_loss])
     )
     text = describe(config)
     (folder / "again.yaml").write_text(text)

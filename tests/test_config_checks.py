@@ -273,7 +273,11 @@ def test_repeatable_samples_need_a_gpu_and_kernels_that_allow_them(folder, monke
     args = "{sampling_backend: flashinfer, attention_backend: torch_native, chunked_prefill_size: 512}"
     found = refusal(f"{key}=true", f"rollout.server_args={args}", "model.dtype=bfloat16")
     assert len(found) == 3
-    for text in ("valid with rollout.deterministic: pytorch", "fa3, fa4, flashinfer, triton", "given 512, but a longer"):
+    for text in (
+        "valid with rollout.deterministic: pytorch",
+        "fa3, fa4, flashinfer, triton",
+        "given 512, but a longer",
+    ):
         assert sum(text in line for line in found) == 1
     long = refusal(f"{key}=true", "model.dtype=bfloat16", "rollout.sampling.max_new_tokens=200000")
     assert any(", allowed with rollout.deterministic: " in line for line in long)

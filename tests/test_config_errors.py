@@ -36,7 +36,7 @@ def test_an_unknown_override_names_the_nearest_whole_path(folder, override, hint
 
 def test_a_section_at_the_wrong_place_names_the_right_one(folder):
     write('actor:\n  lr: "1e-6"\n')
-    assert only(refusal()) == "base.yaml:4: actor: unknown key (given lr: \"1e-6\"); did you mean roles.actor?"
+    assert only(refusal()) == 'base.yaml:4: actor: unknown key (given lr: "1e-6"); did you mean roles.actor?'
     write("")
     assert only(refusal("actor.lr=1e-6")) == "override actor.lr=1e-6: actor: unknown key; did you mean roles.actor?"
 

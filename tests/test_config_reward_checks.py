@@ -109,12 +109,9 @@ REFUSED = {
     "algorithm.reward={a/b: {function: gsm8k}}": "given 'a/b', but metrics are named after it; valid: a name without ",
     "algorithm.reward={format: {options: {pattern: (}}}": "options.pattern: given (: no regular expression: missing )",
     "algorithm.reward={code: {options: {prelude: 'import'}}}": "options.prelude: given import: it is no Python: ",
-    "algorithm.reward={judge: {options: {base_url: 'http://h/v1', model: m, low: 20}}}":
-    "options.high: its default is 10.0: valid: above low, which is 20",
-    "algorithm.reward={math: {options: {timeout_s: 30}}}":
-    "math.options.timeout_s: 30 s, but rewards.timeout_s = 30 ends each call by then; valid: less, or more there",
-    "algorithm.reward={remote: {options: {url: 'http://h', timeout_s: 60, deadline_s: 50}}}":
-    "remote.options.deadline_s: 50 s, but rewards.timeout_s = 30 ends each call by then",
+    "algorithm.reward={judge: {options: {base_url: 'http://h/v1', model: m, low: 20}}}": "options.high: its default is 10.0: valid: above low, which is 20",
+    "algorithm.reward={math: {options: {timeout_s: 30}}}": "math.options.timeout_s: 30 s, but rewards.timeout_s = 30 ends each call by then; valid: less, or more there",
+    "algorithm.reward={remote: {options: {url: 'http://h', timeout_s: 60, deadline_s: 50}}}": "remote.options.deadline_s: 50 s, but rewards.timeout_s = 30 ends each call by then",
     of_user("patient"): "patient.options.timeout_s: 400 s, but rewards.batch_timeout_s = 300 ends each call by then",
 }
 

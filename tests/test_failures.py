@@ -56,9 +56,10 @@ def test_an_unreadable_line_is_named_by_file_and_number(tmp_path):
 
 
 def test_a_port_in_use_is_refused(tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as taken, Run(
-        tmp_path, QUICKSTART, *SHORT, f"rollout.ports=[{taken.getsockname()[1]}]"
-    ) as run:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as taken,
+        Run(tmp_path, QUICKSTART, *SHORT, f"rollout.ports=[{taken.getsockname()[1]}]") as run,
+    ):
         assert run.wait(ENDS_S) == 2
         assert_one_sentence(run, f"port {taken.getsockname()[1]} is in use")
 
@@ -118,13 +119,17 @@ def test_a_killed_server_is_started_again_and_the_one_death_too_many_ends_the_ru
         run.wait_for_step(tmp_path / "runs/test", 2, START_S)
         assert_servers_follow_the_actor(run)
         os.kill(schedulers(run)[0], signal.SIGKILL)
-        assert wait_until(lambda: any(m["rollout/restarts"] for m in steps(tmp_path / "runs/test")), START_S), run.output
+        assert wait_until(lambda: any(m["rollout/restarts"] for m in steps(tmp_path / "runs/test")), START_S), (
+            run.output
+        )
         reached = len(steps(tmp_path / "runs/test"))
         run.wait_for_step(tmp_path / "runs/test", reached + 2, START_S)
         assert_servers_follow_the_actor(run)
         os.kill(schedulers(run)[0], signal.SIGKILL)
         assert run.wait(ENDS_S) == 1
-        assert_one_sentence(run, "rollout server 0 (http://127.0.0.1:", "after 1 restarts (rollout.max_restarts=1)", "is back")
+        assert_one_sentence(
+            run, "rollout server 0 (http://127.0.0.1:", "after 1 restarts (rollout.max_restarts=1)", "is back"
+        )
 
 
 def schedulers(run: Run) -> list[int]:

@@ -222,6 +222,8 @@ def test_before_the_first_step_a_warning_is_no_end():
 
 
 def test_signals_of_the_config_are_signals():
-    assert set(ALL) == set(interrupt.NAMES) == set(
-        CheckpointConfig.model_json_schema()["properties"]["save_on"]["items"]["enum"]
+    assert (
+        set(ALL)
+        == set(interrupt.NAMES)
+        == set(CheckpointConfig.model_json_schema()["properties"]["save_on"]["items"]["enum"])
     )

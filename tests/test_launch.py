@@ -76,6 +76,8 @@ def test_without_any_the_ways_to_get_one_are_shown(tmp_path):
 
 def test_the_quickstart_script_passes_its_arguments_on():
     command = ["bash", str(ROOT / "launch/quickstart.sh"), "seed=2", "--dry-run"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    result = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, env=os.environ | {"PYTHONPATH": str(ROOT)}
+    )
     assert result.returncode == 0, result.stderr
     assert "seed: 2" in result.stdout and "name: quickstart-" in result.stdout

@@ -66,7 +66,7 @@ class Trainer:
                 self.validate()
                 for step in progress.steps():
                     self.happens(step, "generate")
-                    prompt, = self.stream.next(1)
+                    (prompt,) = self.stream.next(1)
                     self.happens(step, "score")
                     progress.hold()
                     self.role.value = self.role.value * 10 + prompt.token_ids[0]
@@ -157,7 +157,7 @@ def test_a_run_that_stops_early_keeps_its_best_and_its_last_checkpoint(tmp_path)
     trainer = Trainer(config).train()
     assert trainer.progress.step == 6 and names(trainer) == ["best", "step_000002", "step_000006"]
     assert os.readlink(trainer.run.path / "checkpoints/best") == "step_000002"
-    stopped, = [line for line in trainer.lines if line.startswith("stopped early")]
+    (stopped,) = [line for line in trainer.lines if line.startswith("stopped early")]
     why = "has not become better in 2 validations (trainer.early_stop): its best is 0.3 at step 2"
     assert stopped == f"stopped early after step 6: {METRIC} {why}"
     found = resume.find(config, "auto", False, lambda line: None)

@@ -17,7 +17,12 @@ KEYS = {
 }  # fmt: skip
 NUM_STEPS = 30
 QUICKSTART = str(ROOT / "configs/quickstart.yaml")
-OVERRIDES = (f"trainer.steps={NUM_STEPS}", "trainer.save_every=20", "checkpoint.keep_best=1", "trainer.evaluate_every=30")
+OVERRIDES = (
+    f"trainer.steps={NUM_STEPS}",
+    "trainer.save_every=20",
+    "checkpoint.keep_best=1",
+    "trainer.evaluate_every=30",
+)
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +49,9 @@ def test_mean_reward_and_held_out_accuracy_rise(run):
 
 def test_run_directory_and_metrics_are_complete(run):
     path = run.folder / "runs/test"
-    assert {"config.yaml", "env.json", "metrics.jsonl", "samples.jsonl", "logs", "checkpoints"} <= {p.name for p in path.iterdir()}
+    assert {"config.yaml", "env.json", "metrics.jsonl", "samples.jsonl", "logs", "checkpoints"} <= {
+        p.name for p in path.iterdir()
+    }
     assert {p.name for p in (path / "logs").iterdir()} == {
         *("actor-0.log", "actor-1.log", "server-0.log", "reward.log", "reward-0.log", "wandb.log"),
     }
@@ -52,6 +59,7 @@ def test_run_directory_and_metrics_are_complete(run):
     assert names == ["best", "step_000000", "step_000020", "step_000030"]
     assert (path / "checkpoints/best").resolve().name == "step_000030" and "-> step_000030" in run.output
     assert all(problems(folder) == [] for folder in checkpoints_of(path))
+    assert "Freezing GC in Scheduler process" in (path / "logs/server-0.log").read_text()
     env = json.loads((path / "env.json").read_text())
     assert f"step {NUM_STEPS}/{NUM_STEPS}" in run.output and f"are in {path.resolve()}" in run.output
     assert env["seed"] == 1 and env["versions"]["sglang"] and "train" in env["command"]

@@ -21,7 +21,13 @@ def write_rows(folder: Path) -> tuple[str, ...]:
     toy.make(str(folder / "toy"), seed=0)
     rows = (folder / "toy/warm_start.jsonl").read_text().splitlines(keepends=True)[:NUM_ROWS]
     (folder / "rows.jsonl").write_text("".join(rows))
-    data = ("toy=null", "model.path=toy/model", "data.train=rows.jsonl", "data.validation=null", "trainer.evaluate_every=0")
+    data = (
+        "toy=null",
+        "model.path=toy/model",
+        "data.train=rows.jsonl",
+        "data.validation=null",
+        "trainer.evaluate_every=0",
+    )
     sizes = ("algorithm.prompts_per_step=16", "roles.actor.gpus_per_node=2", "roles.actor.tensor_parallel=1")
     return (*data, *sizes, "roles.actor.optimizer.warmup_steps=5")
 
@@ -43,7 +49,9 @@ def train_with_kills(folder: Path, overrides: tuple[str, ...], name: str, num_ki
             time.sleep(rng.uniform(0, 0.5))
             run.kill_all()
             if kill:
-                assert f"going on from runs/{name}/checkpoints/{before.name}, after step {step_of(before)}" in run.output
+                assert (
+                    f"going on from runs/{name}/checkpoints/{before.name}, after step {step_of(before)}" in run.output
+                )
 
 
 @pytest.mark.soak

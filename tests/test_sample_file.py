@@ -17,7 +17,7 @@ from megarl.sample_file import read_samples, write_samples
 
 FLOATS = [field.name for field in dataclasses.fields(Sample) if field.type == torch.Tensor | None]
 # Ends of lines to `str.splitlines`, what JSON escapes, and halves of characters, which alone are no text.
-ODD = "\n\r\u2028\u2029\x85\x1c\x0b\0\"\\\ud83d\udfff\ufeff😀ü "
+ODD = '\n\r\u2028\u2029\x85\x1c\x0b\0"\\\ud83d\udfff\ufeff😀ü '
 texts = st.lists(st.sampled_from(list(ODD)) | st.characters(), max_size=9).map("".join)  # st.text drops the halves
 # Two halves side by side are one character to JSON.
 texts = texts.filter(lambda text: text == json.loads(json.dumps(text)))
@@ -109,7 +109,7 @@ def test_another_prompt_or_other_tokens_are_refused_with_the_line(tmp_path):
 def test_a_prompt_may_keep_the_tokens_that_it_had(tmp_path):
     write_samples(tmp_path / "samples.jsonl", [sample(1)])
     now = sample(1, token=8).prompt
-    read, = read_samples(tmp_path / "samples.jsonl", lambda source, i: now, same_tokens=False)
+    (read,) = read_samples(tmp_path / "samples.jsonl", lambda source, i: now, same_tokens=False)
     assert read.prompt.token_ids == [1, 7] and now.token_ids == [1, 8] and read.prompt.metadata is now.metadata
 
 

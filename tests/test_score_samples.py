@@ -15,7 +15,10 @@ data: {train: rows.jsonl, prompt_key: question, max_prompt_tokens: 64}
 algorithm: {reward: gsm8k, prompts_per_step: 2, group_size: 2}
 rollout: {sampling: {max_new_tokens: 8}}
 """
-ROWS = [{"question": "Ann has 3 pens and buys 4.", "answer": "7"}, {"question": "Bob loses 2 of 9 cups.", "answer": "7"}]
+ROWS = [
+    {"question": "Ann has 3 pens and buys 4.", "answer": "7"},
+    {"question": "Bob loses 2 of 9 cups.", "answer": "7"},
+]
 
 
 @pytest.fixture
@@ -70,7 +73,9 @@ def test_a_logged_sample_has_the_columns_of_its_row_again(folder, capsys):
     write("rows.jsonl", [row | {"level": level} for level, row in enumerate(ROWS, start=3)])
     second = logged("?", 1, messages=[{"role": "user", "content": ROWS[1]["question"]}], source="rows.jsonl:2")
     write("samples.jsonl", [logged("?"), second])
-    assert reward("--samples", "samples.jsonl", "algorithm={reward: level_rewards:level, name: reinforce_plus_plus}") == 0
+    assert (
+        reward("--samples", "samples.jsonl", "algorithm={reward: level_rewards:level, name: reinforce_plus_plus}") == 0
+    )
     assert "  4  rows.jsonl:2, answer '7'" in capsys.readouterr().out
 
 
@@ -90,7 +95,9 @@ def test_constant_rewards_are_refused_with_what_to_try(folder, capsys):
 
 
 def test_a_reward_that_fails_is_refused_and_the_others_are_shown(folder, capsys):
-    (folder / "picky_rewards.py").write_text("def picky(sample):\n    return None if '8' in sample.response_text else 1\n")
+    (folder / "picky_rewards.py").write_text(
+        "def picky(sample):\n    return None if '8' in sample.response_text else 1\n"
+    )
     write("samples.jsonl", [logged("7"), logged("8"), logged("9")])
     assert reward("--samples", "samples.jsonl", "algorithm.reward=picky_rewards:picky") == 1
     out, err = capsys.readouterr()

@@ -141,6 +141,7 @@ def test_the_quickstart_goes_on_after_its_time_limit_and_trains_to_its_end(tmp_p
     assert saved[-1] < "step_000006" and "step_000006" in checkpoints(run_path)
 
 
+@pytest.mark.soak
 def test_scancel_saves_the_run_and_does_not_requeue_it(tmp_path, cluster):
     run_path = tmp_path / "runs/test"
     ranks = ("roles.actor.nodes=2", "roles.actor.cpus_per_rank=2")
@@ -177,7 +178,7 @@ def test_a_job_that_cannot_work_is_refused_before_ray_starts_with_all_reasons(tm
         assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("what_n2_does", ["exec sleep 600", "exit 3"])
+@pytest.mark.parametrize("what_n2_does", [pytest.param("exec sleep 600", marks=pytest.mark.soak), "exit 3"])
 def test_a_node_that_does_not_join_is_named_and_all_others_end(tmp_path, cluster, what_n2_does):
     python = tmp_path / "venv/bin/python"
     python.parent.mkdir(parents=True)

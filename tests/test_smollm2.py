@@ -46,6 +46,9 @@ def test_two_steps_and_export(inputs, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     start = AutoModelForCausalLM.from_pretrained(folder / "model")
     assert model.config.tie_word_embeddings and model.dtype == start.dtype
-    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == AutoTokenizer.from_pretrained(folder / "model").chat_template
+    assert (
+        AutoTokenizer.from_pretrained(tmp_path / "out").chat_template
+        == AutoTokenizer.from_pretrained(folder / "model").chat_template
+    )
     for (name, ours), (_, theirs) in zip(model.state_dict().items(), start.state_dict().items(), strict=True):
         assert (ours.float() - theirs.float()).abs().max() < 1e-2, name  # two steps at a rate of 1e-6

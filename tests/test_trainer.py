@@ -70,7 +70,9 @@ def test_logprobs_that_are_not_finite_skip_the_step_and_its_line_is_still_writte
     trainer.critic = trainer.teacher = None
     trainer.kl = KLController(0.0)
     trainer.skipped = SimpleNamespace(add=lambda when, samples, why: added.append(why), count=1)
-    trainer.fleet = SimpleNamespace(generate=generate, push=lambda version: {"sync/canary_diff": 0.0}, restarts=0, version=0)
+    trainer.fleet = SimpleNamespace(
+        generate=generate, push=lambda version: {"sync/canary_diff": 0.0}, restarts=0, version=0
+    )
     trainer.progress = SimpleNamespace(hold=lambda: None, begin_if_due=lambda step: None)
     trainer.run = SimpleNamespace(log_samples=lambda step, samples: None, log_failed=lambda step, failed: None)
     inputs = SimpleNamespace(stream=PromptStream([Prompt([], [1])], 1), tokenizer=None, vocab_size=8)

@@ -118,7 +118,7 @@ def test_rewards_are_logged_as_they_are_and_the_kl_is_taken_off_afterwards():
     assert trainer.logged == [1.0, 0.0, 1.0, 0.0] and metrics["reward/mean"] == 0.5
     # two tokens, k1 = 0.5 each
     assert [s.reward for s in trained_samples(log)] == pytest.approx([1 - 0.2, 0 - 0.2] * 2)
-    (arguments, _), = log.of("train actor")
+    ((arguments, _),) = log.of("train actor")
     assert arguments[1].keywords["kl_coefficient"] == 0.0 and metrics["kl/coefficient"] == 0.2
     assert trainer.kl.coefficient < 0.2  # the KL was below its target
 
@@ -207,8 +207,10 @@ EQUAL = (Status.TRUNCATED,) * 4
 def test_equal_rewards_in_the_first_step_say_loudly_why_nothing_can_be_learnt():
     trainer = make(log := Log(), statuses=EQUAL)
     trainer.step(1)
-    ((text,), _), = log.of("loud")
-    assert text.startswith("all 4 rewards are 0: ") and "4 of 4 responses are truncated" in text and "warm start" in text
+    (((text,), _),) = log.of("loud")
+    assert (
+        text.startswith("all 4 rewards are 0: ") and "4 of 4 responses are truncated" in text and "warm start" in text
+    )
     trainer.fleet.version = 1
     trainer.step(2)
     assert log.names().count("loud") == 1

@@ -34,7 +34,9 @@ def main() -> int:
     parser.add_argument("--role", choices=["actor", "critic"], default="actor")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="default: as it is stored")
     parser.add_argument("--max-shard-size", default="5GB", help="of one safetensors file")
-    parser.add_argument("--lora", choices=["merge", "peft"], default="merge", help="adapters: merged, or alone as PEFT's")
+    parser.add_argument(
+        "--lora", choices=["merge", "peft"], default="merge", help="adapters: merged, or alone as PEFT's"
+    )
     parser.add_argument("--base-model", help="what the adapters are of; default: the model that the run began with")
     verify = "compare log-probs, or scores, of transformers and Megatron; takes memory for all weights in float32"
     parser.add_argument("--verify", action="store_true", help=verify)

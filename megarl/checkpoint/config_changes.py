@@ -12,7 +12,13 @@ from megarl.config_errors import covers, field_at, mapping_around, value_at
 from megarl.config_file import Loader
 from megarl.config_violation import in_yaml
 
-TRAINED_ROLE = ("overlap_grad_reduce", "recompute", "recompute_modules", "offload", "host_optimizer")  # besides its layout
+TRAINED_ROLE = (
+    "overlap_grad_reduce",
+    "recompute",
+    "recompute_modules",
+    "offload",
+    "host_optimizer",
+)  # besides its layout
 # Keys and sections that change nothing but where, how fast and how watched it is learnt, up to rounding.
 FREE = (
     "name",

@@ -1,11 +1,11 @@
 """A checkpoint on disk: what it holds, whether it is whole, and which one is the newest.
 
-    step_000010/          written as step_000010.partial, renamed when it is whole
-        actor/, critic/   a role folder each: Megatron's distributed checkpoint, megarl.json and hf/
-        state.json        of the loop: step, place in the data, controllers, guards, best validation
-        kept.jsonl        groups of samples that later steps will use
-        config.yaml       of the run, resolved
-        manifest.json     size and SHA-256 of every other file: written last
+step_000010/          written as step_000010.partial, renamed when it is whole
+    actor/, critic/   a role folder each: Megatron's distributed checkpoint, megarl.json and hf/
+    state.json        of the loop: step, place in the data, controllers, guards, best validation
+    kept.jsonl        groups of samples that later steps will use
+    config.yaml       of the run, resolved
+    manifest.json     size and SHA-256 of every other file: written last
 """
 
 import ctypes

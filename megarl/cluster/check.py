@@ -44,7 +44,7 @@ def check(config: Config, device: str | None, of_run: bool, timeout_s: float, re
     findings = Findings()
     cluster = Cluster(config, device or "cuda", Path(), report=report)
     with ExitStack() as stack:
-        cluster._start_ray(stack)
+        cluster.start_ray(stack)
         nodes = living_nodes()
         if device is None:
             cluster.device = device = "cuda" if any(node.total.get("GPU") for node in nodes) else "cpu"

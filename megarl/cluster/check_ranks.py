@@ -60,7 +60,7 @@ def start_ranks(cluster: Cluster, nodes: list[Node], stack: ExitStack, findings:
             text = f"{node.name}: {count} of {node.total['GPU']:g} GPUs are free in Ray; the others are not tried"
             findings.warnings.append(f"{text}; held by {', '.join(held_groups()) or 'no placement group'}")
         for _ in range(count):
-            options = pinned(cluster, node, cluster._rank_environment(), int(on_gpu))
+            options = pinned(cluster, node, cluster.rank_environment(), int(on_gpu))
             # What it prints stays in Ray's log of the process. The second thread is for `alive`.
             handle = ray.remote(RankProbe).options(**options, max_concurrency=2).remote(len(ranks), "/dev/stdout", None)
             stack.callback(ray.kill, handle)

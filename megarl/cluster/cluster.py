@@ -60,7 +60,7 @@ class Cluster:
 
     def __enter__(self) -> "Cluster":
         with contextlib.ExitStack() as stack:
-            self._start_ray(stack)
+            self.start_ray(stack)
             requests = placement.group_requests(self.config, self.device)
             self._requests = [request for request in requests if self._has(request.role)]
             self._groups = placement.place(
@@ -104,20 +104,24 @@ class Cluster:
         keep_children = {"RAY_kill_child_processes_on_worker_exit": "false"}
         options = self._in_bundle(f"{kind}/{index}", group, bundle, cpus, gpus, keep_children)
         # The other threads are for `stop`, which must not queue behind `wait_ready`, and for `gpu_memory`.
-        return ray.remote(ServerWorker).options(**options, max_concurrency=3).remote(
-            log_path=self._server_log(f"{kind} {index}"),
-            model_path=model.path,
-            dtype=model.dtype,
-            device=self.device,
-            tensor_parallel=servers.tensor_parallel,
-            port=servers.ports[index] if servers.ports else None,
-            server_args={"random_seed": self.config.seed + index} | repeatable | servers.server_args,
-            start_timeout_s=servers.start_timeout_s,
-            this_machine_only=self.config.cluster.ray_address is None,
-            shared_gpus=shared_gpus,
-            first_gpu=first_rank,
-            section=section,
-            is_classifier=kind == placement.REWARD_SERVER,
+        return (
+            ray.remote(ServerWorker)
+            .options(**options, max_concurrency=3)
+            .remote(
+                log_path=self._server_log(f"{kind} {index}"),
+                model_path=model.path,
+                dtype=model.dtype,
+                device=self.device,
+                tensor_parallel=servers.tensor_parallel,
+                port=servers.ports[index] if servers.ports else None,
+                server_args={"random_seed": self.config.seed + index} | repeatable | servers.server_args,
+                start_timeout_s=servers.start_timeout_s,
+                this_machine_only=self.config.cluster.ray_address is None,
+                shared_gpus=shared_gpus,
+                first_gpu=first_rank,
+                section=section,
+                is_classifier=kind == placement.REWARD_SERVER,
+            )
         )
 
     def wait_servers(self) -> list[str]:
@@ -237,7 +241,7 @@ class Cluster:
         for rank, log in enumerate(logs):
             node, bundle = divmod(rank, role.gpus_per_node)
             cpus, num_gpus = role.rank_cpus(self.device), int(not shares)
-            environment = self._rank_environment()
+            environment = self.rank_environment()
             options = self._in_bundle(f"{name}/{rank}", groups[node], bundle, cpus, num_gpus, environment)
             handle = ray.remote(EngineWorker).options(**options).remote(rank, str(log), gpus[rank])
             handles.append(handle)
@@ -256,7 +260,7 @@ class Cluster:
     def _role_groups(self, role: str) -> list:
         return [group for request, group in zip(self._requests, self._groups) if request.role == role]
 
-    def _start_ray(self, stack: contextlib.ExitStack) -> None:
+    def start_ray(self, stack: contextlib.ExitStack) -> None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         address = self.config.cluster.ray_address
         local = {}
@@ -285,7 +289,7 @@ class Cluster:
             "runtime_env": {"env_vars": hidden | environment | self.tag.variables},
         }
 
-    def _rank_environment(self) -> dict[str, str]:
+    def rank_environment(self) -> dict[str, str]:
         if self.device == "cuda":
             # SGLang sets CUMEM=0 in its servers, and both ends of a broadcast must agree. Multicast stays off.
             return {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}

@@ -44,7 +44,7 @@ class RoleGroup:
     ) -> None:
         """Load the model on all ranks; returns when every rank is ready."""
         first = {f"{self.name} rank 0": self.handles[0].address.remote()}
-        (address, port), = wait_all(first, f"starting the {self.name}", timeout_s, START_KEY)
+        ((address, port),) = wait_all(first, f"starting the {self.name}", timeout_s, START_KEY)
         arguments = (len(self.handles), address, port, model, role, head, trainable, seed, self.call_timeout_s)
         self.places = wait_all(self._refs("start", *arguments), "loading the model", timeout_s, START_KEY)
 

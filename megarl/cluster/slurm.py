@@ -108,6 +108,7 @@ def work(job: Job, config: Config, address: str) -> int:
 def this_node(job: Job, config: Config, address: str) -> contextlib.AbstractContextManager[RayNode]:
     token = sys.stdin.readline().strip()
     assert token, "the token of the Ray cluster is not on standard input"
+    os.environ.pop("RAY_AUTH_TOKEN", None)  # the user's, which Ray would take before a file
     return ray_node(
         name=job.node,
         run_id=f"megarl-slurm.{job.node}-{job.job_id:08x}",

@@ -15,9 +15,7 @@ ODD_CHARACTERS = {
     "replacement character": re.compile("\ufffd"),
     "control character": re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]"),
     # Joiners and marks of direction have a meaning in many scripts and in emoji, but none after a character of ASCII.
-    "invisible character": re.compile(
-        "[\u00ad\u200b\u2060\ufeff\u202a-\u202e\u2066-\u2069]|(?<=[ -~])[\u200c-\u200f]"
-    ),
+    "invisible character": re.compile("[\u00ad\u200b\u2060\ufeff\u202a-\u202e\u2066-\u2069]|(?<=[ -~])[\u200c-\u200f]"),
     "UTF-8 read as Latin-1": re.compile("â€|[ÃÂ][\u0080-\u00bf]|ï»¿"),
 }
 PLACEHOLDERS = {"n/a", "nan", "none", "null", "nil", "unknown", "undefined", "tbd", "todo"}

@@ -60,7 +60,9 @@ def install() -> bool:
 
     Raises RuntimeError where the installed megatron-core is not the version that the patches were written for.
     """
-    found = importlib.metadata.version("megatron-core")  # megatron.core.__version__ adds the git hash of the folder it is run in
+    found = importlib.metadata.version(
+        "megatron-core"
+    )  # megatron.core.__version__ adds the git hash of the folder it is run in
     if found != MEGATRON_VERSION:
         raise RuntimeError(f"megarl needs megatron-core {MEGATRON_VERSION}, found {found}")
     if torch.cuda.is_available():

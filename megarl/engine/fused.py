@@ -36,7 +36,9 @@ def live_paths(use_te: bool) -> dict[str, str]:
     on_gpu = torch.cuda.is_available()
     attention = "varlen_attn of torch (bfloat16), else SDPA" if on_gpu else "SDPA of torch, padded"
     return {
-        "layers": f"transformer-engine {importlib.metadata.version('transformer-engine')}" if use_te else "local (torch)",
+        "layers": f"transformer-engine {importlib.metadata.version('transformer-engine')}"
+        if use_te
+        else "local (torch)",
         "attention": "transformer-engine, cuDNN or flash" if use_te else attention,
         "rotary embedding": "fused (transformer-engine)" if use_te else "torch",
         "norms": "fused with the linear layers (transformer-engine)" if use_te else "torch RMSNorm",

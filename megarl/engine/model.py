@@ -83,7 +83,7 @@ def transformer_config(shape: ModelShape, dtype: torch.dtype, role: RoleConfig, 
 
 
 def recompute_arguments(role: RoleConfig, shape: ModelShape) -> dict:
-    """"Reducing Activation Recomputation in Large Transformer Models" (arXiv:2205.05198), section 5."""
+    """ "Reducing Activation Recomputation in Large Transformer Models" (arXiv:2205.05198), section 5."""
     if role.recompute == "full":
         return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     modules = role.recompute_modules or ["moe" if shape.num_experts else "mlp"]

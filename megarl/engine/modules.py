@@ -88,7 +88,9 @@ class PackedAttention(MegatronModule):
     def forward(self, query, key, value, attention_mask=None, packed_seq_params: PackedSequences | None = None, **_):
         assert packed_seq_params is not None, "only packed batches are supported"
         query, key = (rotate(x, *packed_seq_params.rotation) for x in (query, key))
-        attend = _varlen_attention if query.dtype in (torch.bfloat16, torch.float16) and query.is_cuda else _padded_attention
+        attend = (
+            _varlen_attention if query.dtype in (torch.bfloat16, torch.float16) and query.is_cuda else _padded_attention
+        )
         out = attend(query, key, value, packed_seq_params, self.scale)
         return out.reshape(out.shape[0], 1, -1)
 
@@ -151,4 +153,6 @@ class ValueHead(MegatronModule):
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         bias = None if self.bias is None else self.bias.float()
-        return F.linear(hidden.float(), self.weight.float(), bias), None  # in bfloat16, values would be off by a hundredth
+        return F.linear(
+            hidden.float(), self.weight.float(), bias
+        ), None  # in bfloat16, values would be off by a hundredth

@@ -24,7 +24,13 @@ def backend() -> str:
 
 
 def initialize(
-    rank: int, world_size: int, master_address: str, master_port: int, layout: RoleConfig, seed: int, timeout_s: float = 600.0
+    rank: int,
+    world_size: int,
+    master_address: str,
+    master_port: int,
+    layout: RoleConfig,
+    seed: int,
+    timeout_s: float = 600.0,
 ) -> None:
     """Join the role's ranks, cut Megatron's groups and seed all generators. Order of ranks: TP fastest, then CP, DP, PP.
 

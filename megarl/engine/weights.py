@@ -132,4 +132,3 @@ def buckets_of(named_tensors: Iterator[tuple[str, torch.Tensor]], bucket_bytes: 
         bucket.append((name, tensor))
         size += tensor.nbytes
     yield describe(bucket)
-

@@ -154,9 +154,7 @@ def all_may_fail(config: Config) -> RewardsConfig:
     return config.rewards.model_copy(update={"on_error": "drop_sample", "max_error_ratio": 1.0})
 
 
-def respond(
-    candidate: Candidate, scorer: Scorer, folder: Path, notes: list[str], print_line: PrintLine
-) -> ModelResult:
+def respond(candidate: Candidate, scorer: Scorer, folder: Path, notes: list[str], print_line: PrintLine) -> ModelResult:
     """Serve a model, have it answer the prompts, and score what it says. Its servers end before this returns."""
     model, config, tokens = candidate.model, candidate.config, candidate.reward_tokens
     parts = {SERVER, tokens.part} if tokens else {SERVER}
@@ -203,7 +201,9 @@ def settings_of(candidate: Candidate, notes: list[str]) -> dict[str, str | float
 def write_rows(result: ModelResult, file: Path) -> None:
     """A line per prompt: source, messages, answer, and responses as `Response` has them."""
     with open(file, "w", encoding="utf-8", errors="backslashreplace") as stream:  # half a surrogate pair is escaped
-        stream.writelines(json.dumps(dataclasses.asdict(prompt), ensure_ascii=False) + "\n" for prompt in result.prompts)
+        stream.writelines(
+            json.dumps(dataclasses.asdict(prompt), ensure_ascii=False) + "\n" for prompt in result.prompts
+        )
 
 
 def write_reports(

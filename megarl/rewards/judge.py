@@ -113,9 +113,7 @@ async def judge(
     return (score - low) / (high - low)
 
 
-def judge_messages(
-    sample: "Sample", prompt: str, system: str | None, low: float, high: float
-) -> list[dict[str, str]]:
+def judge_messages(sample: "Sample", prompt: str, system: str | None, low: float, high: float) -> list[dict[str, str]]:
     """What the judge is asked. Raises ValueError where the prompt wants an answer that the sample has not."""
     values = {
         "question": "\n\n".join(f"{message['role']}: {message['content']}" for message in sample.prompt.messages),

@@ -28,7 +28,10 @@ def verify(client: RolloutClient, push: Callable[[], object], what: str) -> None
 def compare(client: RolloutClient, before: dict[str, dict[str, str]], what: str) -> None:
     """Raises RunError where a server's tensors are no longer those of `before`, which are from `what`."""
     for url, checksums in client.checksums(TIMEOUT_S).items():
-        refuse(different(before.get(url, checksums), checksums), f"{url} holds other weights after a push than after {what}")
+        refuse(
+            different(before.get(url, checksums), checksums),
+            f"{url} holds other weights after a push than after {what}",
+        )
 
 
 def different(one: dict[str, str], other: dict[str, str]) -> list[str]:

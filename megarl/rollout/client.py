@@ -324,6 +324,7 @@ class RolloutClient:
             "top_k": self.sampling.top_k,
             "max_new_tokens": limit,
             "stop_token_ids": self.stop_token_ids,
+            "ignore_eos": self.sampling.ignore_eos,
         }
         body = {"input_ids": token_ids, "sampling_params": params, "return_logprob": temperature > 0}
         if seeds is None:

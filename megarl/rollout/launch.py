@@ -30,7 +30,9 @@ LOOK_S = 5.0  # between looks at the memory that the server's processes have map
 
 
 def main(argv: list[str]) -> None:
-    role, parent_pid, arguments = (argv[0], argv[1], argv[3:]) if argv[:1] == ["serve"] else ("guard", argv[0], argv[2:])
+    role, parent_pid, arguments = (
+        (argv[0], argv[1], argv[3:]) if argv[:1] == ["serve"] else ("guard", argv[0], argv[2:])
+    )
     if role == "serve":
         die_with_parent(int(parent_pid), signal.SIGKILL)
         serve(arguments)

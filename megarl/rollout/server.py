@@ -30,6 +30,7 @@ NEVER_PUSHED = -1  # the weight version of a server that still has the weights o
 MAX_ANSWER = 500  # bytes of a server's answer in an error
 PORT_ATTEMPTS = 3  # with ports of our own choice
 POLL_S = 0.5
+FREEZE_S = 30.0
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy of the site does not know our servers
 HEALTH_TIMEOUT_S = 25.0  # SGLang answers /health after one generated token, or 503 after 20 s
 
@@ -166,6 +167,8 @@ class Server:
                     f"{self.start_timeout_s:g} s; {self._log_text()}"
                 )
             time.sleep(POLL_S)
+        # Else all that was imported is walked whenever memory is given back: half a second for each turn of the GPUs.
+        post(f"{self.url}/freeze_gc", {}, FREEZE_S, self.section)
 
     def alive(self) -> bool:
         return self._process is not None and self._process.poll() is None

@@ -83,7 +83,7 @@ def sglang_options() -> dict[str, str] | None:
     for node in server_args.body:
         if isinstance(node, ast.AnnAssign) and not _has_no_option(node.annotation):  # field: A[type, Arg(...)]
             options[node.target.id] = node.target.id
-            options |= {alias: node.target.id for alias in _option_names(node.annotation)}
+            options |= dict.fromkeys(_option_names(node.annotation), node.target.id)
         elif isinstance(node, ast.FunctionDef) and node.name == "add_cli_args":  # deprecated names and a few more
             options |= {name: options.get(name, name) for name in _option_names(node)}
     return options

@@ -24,7 +24,14 @@ class WeightsGroup:
     """Stands beside a process's default group: `src=0` and the ranks are this group's own."""
 
     def __init__(
-        self, backend: str, master_address: str, master_port: int, rank: int, world_size: int, name: str, timeout_s: float
+        self,
+        backend: str,
+        master_address: str,
+        master_port: int,
+        rank: int,
+        world_size: int,
+        name: str,
+        timeout_s: float,
     ):
         """Join the group; blocks until all `world_size` ranks have, at most `timeout_s`. Rank 0 hosts the store.
 
@@ -67,7 +74,9 @@ class WeightsGroup:
         thread.start()
         thread.join(self.timeout_s)
         if not outcome:
-            raise RuntimeError(f"not all {self.world_size} ranks of a weights group were there within {self.timeout_s:g} s")
+            raise RuntimeError(
+                f"not all {self.world_size} ranks of a weights group were there within {self.timeout_s:g} s"
+            )
         if outcome[0]:
             raise RuntimeError(f"the first broadcast of a weights group failed: {outcome[0]}")
 
@@ -135,7 +144,8 @@ class Bucket(NamedTuple):
     def sizes(self) -> list[int]:
         """Of the tensors, in bytes."""
         return [
-            math.prod(shape) * getattr(torch, dtype).itemsize for dtype, shape in zip(self.dtypes, self.shapes, strict=True)
+            math.prod(shape) * getattr(torch, dtype).itemsize
+            for dtype, shape in zip(self.dtypes, self.shapes, strict=True)
         ]
 
     @property

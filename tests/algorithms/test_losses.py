@@ -194,12 +194,15 @@ def test_the_whole_loss_equals_a_loop_in_float64_at_random_inputs(aggregation):
             r, clipped = math.exp(p - old), min(max(math.exp(p - old), 0.8), 1.28)
             kl = math.exp(ref - p) - (ref - p) - 1
             term = -weight * min(r * A, clipped * A) + 0.1 * r * kl - 0.05 * entropy[t].item()
-            total += term / {
-                "token_mean": num_tokens,
-                "sequence_mean": num_sequences * len(sequence),
-                "sequence_mean_token_sum": num_sequences,
-                "constant": num_sequences * 7,
-            }[aggregation]
+            total += (
+                term
+                / {
+                    "token_mean": num_tokens,
+                    "sequence_mean": num_sequences * len(sequence),
+                    "sequence_mean_token_sum": num_sequences,
+                    "constant": num_sequences * 7,
+                }[aggregation]
+            )
             own = {"clipped": clipped * A < r * A, "kl_old": r - (p - old) - 1}
             sums = {key: sums[key] + own[key] for key in sums}
     assert loss.item() == pytest.approx(total, rel=1e-5) and sums["clipped"] > 0

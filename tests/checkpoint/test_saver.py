@@ -362,7 +362,7 @@ def test_a_checkpoint_whose_score_cannot_be_read_is_told_and_ends_nothing(tmp_pa
         (spoilt / "state.json").write_text(content)
     save(saver, 2, 0.5)
     assert saver.published == 2 and names(saver) == ["best", "step_000002"]
-    told, = [line for line in lines if line.startswith("warning")]
+    (told,) = [line for line in lines if line.startswith("warning")]
     assert told.startswith(f"warning: how good {spoilt} is cannot be read from state.json: ")
 
 

@@ -67,6 +67,7 @@ def test_two_nodes_are_measured_and_the_one_with_another_version_is_named(addres
     assert sorted(folder.rglob("*")) == before  # the markers are gone
 
 
+@pytest.mark.soak
 def test_a_rank_that_never_comes_is_named_within_the_deadline_and_ends(address, folder, capsys, monkeypatch):
     stopped = []
 

@@ -97,7 +97,9 @@ class Run:
 @pytest.fixture(scope="module")
 def address():
     """Of a Ray cluster that outlives runs; this process is connected to it."""
-    ray.init(address="local", num_cpus=3, num_gpus=0, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    ray.init(
+        address="local", num_cpus=3, num_gpus=0, include_dashboard=False, logging_level="ERROR", log_to_driver=False
+    )
     yield ray.get_runtime_context().gcs_address
     ray.shutdown()
 
@@ -192,11 +194,18 @@ def test_clean_removes_what_dead_runs_left_and_nothing_else(runs, address, tmp_p
         code, lines, error = clean("--dry-run", "--ray-address", address)
         assert code == 0 and {f"would remove {what}" for what in expected | in_ray} <= lines, (lines, error)
         assert untold in lines
-        kept = {part for name, each in left.items() if name not in dead for part in (each.segment, each.scratch, each.ray_folder)}
+        kept = {
+            part
+            for name, each in left.items()
+            if name not in dead
+            for part in (each.segment, each.scratch, each.ray_folder)
+        }
         assert not [line for line in lines for part in kept if part and str(part) in line]
         assert all(each.there() == {True} for each in left.values()) and crashed.groups and crashed.actors
 
-        code, lines, error = clean("--ray-address", address, *(tag.run_id for tag in tags.values() if tag != living.tag))
+        code, lines, error = clean(
+            "--ray-address", address, *(tag.run_id for tag in tags.values() if tag != living.tag)
+        )
         assert (code, lines) == (0, {f"removed {what}" for what in expected | in_ray} | {untold}), (lines, error)
         assert {name for name, each in left.items() if each.there() == {False}} == dead
         assert all(each.there() == {True} for name, each in left.items() if name not in dead)

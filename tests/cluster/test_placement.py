@@ -68,7 +68,11 @@ def test_a_role_of_two_nodes_gets_both_before_a_server_takes_the_small_one():
 
 
 def test_two_roles_that_span_nodes_get_nodes_of_their_own_in_order():
-    actor, critic, server = GroupRequest("actor", 8, 1, 1), GroupRequest("critic", 4, 1, 1), GroupRequest("rollout server", 1, 1, 4)
+    actor, critic, server = (
+        GroupRequest("actor", 8, 1, 1),
+        GroupRequest("critic", 4, 1, 1),
+        GroupRequest("rollout server", 1, 1, 4),
+    )
     four = nodes((16, 8), (16, 8), (16, 8), (16, 8))
     planned = plan_nodes([actor, actor, critic, critic, server, server], four)
     names = [node.name for node in planned]
@@ -140,7 +144,9 @@ def test_quickstart_fits_two_cores():
 
 @pytest.fixture
 def ray_with_two_cpus(tmp_path):
-    ray.init(address="local", num_cpus=2, num_gpus=0, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    ray.init(
+        address="local", num_cpus=2, num_gpus=0, include_dashboard=False, logging_level="ERROR", log_to_driver=False
+    )
     yield
     ray.shutdown()
 

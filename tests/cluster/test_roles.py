@@ -81,6 +81,7 @@ def test_actor_and_critic_train_side_by_side_under_different_layouts(tmp_path, m
             "cluster": {"start_timeout_s": 200},
         }
     )
+
     def squared_error(values, batch):  # here, so that it travels to the workers by value
         return torch.where(batch.loss_mask, (values - 1) ** 2, 0.0).sum() / batch.num_loss_tokens, {}
 
@@ -96,13 +97,19 @@ def test_actor_and_critic_train_side_by_side_under_different_layouts(tmp_path, m
         for _ in range(4):
             actor_losses.append(actor.train_step(samples, sft_loss, config.roles.actor.optimizer.learning_rate)["loss"])
             critic.place("update")
-            critic_losses.append(critic.train_step(samples, squared_error, config.roles.critic.optimizer.learning_rate)["loss"])
+            critic_losses.append(
+                critic.train_step(samples, squared_error, config.roles.critic.optimizer.learning_rate)["loss"]
+            )
             critic.place("generate")
         node = socket.gethostname()
         hold_gpu_memory(actor, critic)
         assert gpu_memory_of(cluster) == {("actor", node, 0): 1 + 2, ("critic", node, 0): 1}
-        assert actor_losses == sorted(actor_losses, reverse=True) and critic_losses == sorted(critic_losses, reverse=True)
-        with pytest.raises(RunError, match="values: critic rank 0 failed with AssertionError: place.'score'. comes first"):
+        assert actor_losses == sorted(actor_losses, reverse=True) and critic_losses == sorted(
+            critic_losses, reverse=True
+        )
+        with pytest.raises(
+            RunError, match="values: critic rank 0 failed with AssertionError: place.'score'. comes first"
+        ):
             critic.values(samples)
         critic.place("score")
         values = critic.values(samples)
@@ -113,7 +120,9 @@ def test_actor_and_critic_train_side_by_side_under_different_layouts(tmp_path, m
         critic.call_timeout_s = 1
         critic.values(samples)
     message = str(failure.value)
-    assert message.startswith("values: no answer within 1 s (cluster.call_timeout_s) from critic rank 0\nactor rank 1 died; log ")
+    assert message.startswith(
+        "values: no answer within 1 s (cluster.call_timeout_s) from critic rank 0\nactor rank 1 died; log "
+    )
     assert "logs/actor-1.log:\n" in message and "  | the actor's\n" in message
     assert "critic rank 0 does not answer within 5 s; log " in message and message.endswith("  | the critic's")
     assert "actor rank 0" not in message  # it waits for the next call

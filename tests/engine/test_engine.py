@@ -191,7 +191,11 @@ def with_and_without_offload(rank, folder, dtype, offload):
 
     def place(engine, phase):
         engine.place(phase)
-        groups = {"weights": engine._weights(), "gradients": engine._gradients(), "optimizer": engine._optimizer_tensors()}
+        groups = {
+            "weights": engine._weights(),
+            "gradients": engine._gradients(),
+            "optimizer": engine._optimizer_tensors(),
+        }
         held[phase] = {
             name: sum(tensor.untyped_storage().nbytes() for tensor in tensors) for name, tensors in groups.items()
         }
@@ -222,7 +226,9 @@ def test_offload_frees_memory_between_phases_and_changes_no_bit(folder, dtype, o
 def value_engine(rank, folder, sequence_parallel, std, bias):
     from megarl.engine.engine import Engine
 
-    role = CriticConfig(sequence_parallel=sequence_parallel, value_head_std=std, value_head_bias=bias, max_tokens_per_gpu=8)
+    role = CriticConfig(
+        sequence_parallel=sequence_parallel, value_head_std=std, value_head_bias=bias, max_tokens_per_gpu=8
+    )
     engine = Engine(ModelConfig(path=folder, dtype="float32"), role, head="value")
     engine.use_optimizer(OptimizerConfig())
     samples = [sample([5, 6, 7, 8, 9]), sample([8, 9, 4], prompt_length=2), sample([4, 4])]
@@ -267,7 +273,9 @@ def test_a_value_head_gives_one_value_per_token_as_transformers_does_and_learns(
     after = {i: x for result in results for i, x in result[3].items()}
     for i, (ids, prompt_length) in enumerate(sequences):
         assert before[i][:prompt_length] == [0.0] * prompt_length
-        torch.testing.assert_close(torch.tensor(before[i][prompt_length:]), expected[i][prompt_length - 1 :], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            torch.tensor(before[i][prompt_length:]), expected[i][prompt_length - 1 :], atol=1e-5, rtol=1e-5
+        )
 
     def error(values):
         return sum((value - 1) ** 2 for i, (_, length) in enumerate(sequences) for value in values[i][length:])

@@ -49,4 +49,8 @@ def test_without_a_gpu_the_layers_are_local_and_transformer_engine_is_refused():
     with pytest.raises(ConfigError, match="model.transformer_impl: given transformer_engine, but .* needs a GPU"):
         use_transformer_engine("transformer_engine", torch.bfloat16)
     paths = live_paths(use_te=False)
-    assert paths["layers"] == "local (torch)" and paths["optimizer"] == "torch AdamW" and paths["log-probs"] == "torch, in chunks"
+    assert (
+        paths["layers"] == "local (torch)"
+        and paths["optimizer"] == "torch AdamW"
+        and paths["log-probs"] == "torch, in chunks"
+    )

@@ -23,7 +23,15 @@ CONFIG = {
     "rms_norm_eps": 1e-6,
     "max_position_embeddings": 64,
 }
-HF_ROWS = {"q_proj": 32, "k_proj": 16, "v_proj": 16, "gate_proj": 48, "up_proj": 48, "embed_tokens": 101, "lm_head": 101}
+HF_ROWS = {
+    "q_proj": 32,
+    "k_proj": 16,
+    "v_proj": 16,
+    "gate_proj": 48,
+    "up_proj": 48,
+    "embed_tokens": 101,
+    "lm_head": 101,
+}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -77,10 +85,19 @@ def test_a_folder_of_several_files_is_read_and_given_back_bit_for_bit(tmp_path, 
 @pytest.mark.parametrize(
     "name, expected",
     [
-        ("decoder.layers.1.self_attention.linear_qkv.layer_norm_weight", ("decoder.layers.{layer}.input_layernorm.weight", 5, None)),
-        ("decoder.layers.1.mlp.linear_fc1.layer_norm_weight", ("decoder.layers.{layer}.pre_mlp_layernorm.weight", 5, None)),
+        (
+            "decoder.layers.1.self_attention.linear_qkv.layer_norm_weight",
+            ("decoder.layers.{layer}.input_layernorm.weight", 5, None),
+        ),
+        (
+            "decoder.layers.1.mlp.linear_fc1.layer_norm_weight",
+            ("decoder.layers.{layer}.pre_mlp_layernorm.weight", 5, None),
+        ),
         ("decoder.layers.0.mlp.linear_fc1.weight", ("decoder.layers.{layer}.mlp.linear_fc1.weight", 4, None)),
-        ("decoder.layers.0.mlp.experts.linear_fc2.weight3", ("decoder.layers.{layer}.mlp.experts.{expert}.linear_fc2.weight", 4, 11)),
+        (
+            "decoder.layers.0.mlp.experts.linear_fc2.weight3",
+            ("decoder.layers.{layer}.mlp.experts.{expert}.linear_fc2.weight", 4, 11),
+        ),
         (
             "decoder.layers.0.mlp.experts.local_experts.3.linear_fc2.weight",
             ("decoder.layers.{layer}.mlp.experts.{expert}.linear_fc2.weight", 4, 11),
@@ -100,7 +117,10 @@ def test_a_tied_output_layer_reads_the_embedding():
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported; supported: llama, mistral, qwen2, qwen3, qwen3_moe"),
+        (
+            {"model_type": "gpt2"},
+            "model_type 'gpt2' is not supported; supported: llama, mistral, qwen2, qwen3, qwen3_moe",
+        ),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; supported: silu"),
         ({"partial_rotary_factor": 0.5}, "a partial_rotary_factor below 1 is not supported"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope scaling .*yarn.* is not supported"),

@@ -46,9 +46,7 @@ def compare(rank, folder, dtype, part_bytes):
     host_optimizer.PART_BYTES = part_bytes
     engines = [make_engine(folder, dtype, host_optimizer=host) for host in (False, True)]
     found = [trained(engine) for engine in engines]
-    same = [
-        (one[0] == other[0], all(map(torch.equal, one[1], other[1]))) for one, other in zip(*found, strict=True)
-    ]
+    same = [(one[0] == other[0], all(map(torch.equal, one[1], other[1]))) for one, other in zip(*found, strict=True)]
     parts = len(engines[1]._host_optimizers[0]._parts)
     return same, held(engines[0]), held(engines[1]), parts
 

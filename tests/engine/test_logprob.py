@@ -131,9 +131,7 @@ def run_all():
     from megarl.engine import logprob, logprob_kernels  # noqa: F401  so that the forked ranks need not
 
     ranks.CONTEXT = multiprocessing.get_context("fork")
-    return {
-        (name, size): ranks.run_ranks(on_rank, size, name, tensor_parallel=size) for name, size in IMPLEMENTATIONS
-    }
+    return {(name, size): ranks.run_ranks(on_rank, size, name, tensor_parallel=size) for name, size in IMPLEMENTATIONS}
 
 
 @pytest.fixture(scope="module")

@@ -111,7 +111,9 @@ def test_packed_sequences_do_not_see_each_other(folder, aggregation):
     assert loss == pytest.approx(expected_loss, rel=1e-5)
     assert gradients.keys() == expected.keys()
     for name, gradient in expected.items():
-        torch.testing.assert_close(torch.tensor(gradients[name]), torch.tensor(gradient), atol=1e-6, rtol=1e-4, msg=name)
+        torch.testing.assert_close(
+            torch.tensor(gradients[name]), torch.tensor(gradient), atol=1e-6, rtol=1e-4, msg=name
+        )
 
 
 def random_pairs(seed: int, num_pairs: int) -> list[Sample]:

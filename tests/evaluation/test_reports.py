@@ -92,7 +92,7 @@ def test_a_metric_that_a_model_lacks_is_a_dash():
 
 def test_csv_reads_back_as_the_numbers_it_was_made_of(models):
     metrics, _ = evaluated(*models)
-    metrics["a,\"b\"\n"] = metrics.pop("rl")
+    metrics['a,"b"\n'] = metrics.pop("rl")
     rows = list(csv.DictReader(io.StringIO(csv_report(metrics), newline="")))
     assert len(rows) == 12 and rows[0].keys() == {"model", "metric", "value", "low", "high", "n"}
     for row in rows:

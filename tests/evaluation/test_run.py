@@ -31,7 +31,7 @@ data: {train: gone.jsonl, validation: toy/validation.jsonl, prompt_key: question
 algorithm: {reward: last_integer}
 rollout: {sampling: {max_new_tokens: 8}}
 """
-REWARD = '''
+REWARD = """
 def vowels(sample):
     if len(sample.response_text) % 7 == 3:
         raise ValueError("no length that is liked")
@@ -44,7 +44,7 @@ def num_vowels(text):
 
 def answer_of(response):
     return None if response[:1] in ("", " ") else str(num_vowels(response) // 2)
-'''
+"""
 
 
 @pytest.fixture
@@ -138,7 +138,7 @@ def test_a_run_is_evaluated_at_its_best_checkpoint_or_else_its_newest_complete_o
     newest = write_checkpoint(10)
     broken = write_checkpoint(12)
     (broken / "actor/megarl.json").unlink()
-    (model, config), = configs_of("base.yaml")[0].items()
+    ((model, config),) = configs_of("base.yaml")[0].items()
     assert model.role_folder == newest / "actor" and config.model.path == str(newest / "actor/hf")
     assert model.name == "small-step_000010"
     (newest.parent / "best").symlink_to("step_000002")

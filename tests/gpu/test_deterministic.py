@@ -37,9 +37,7 @@ def test_equal_seeds_give_equal_samples_whatever_else_the_server_does(client, tm
 
     def generate(places, seeds=seeds):
         """place of the prompt -> its group's token ids and log-probs"""
-        samples = client.generate(
-            [prompts[i] for i in places], GROUP_SIZE, tokenizer, seeds=[seeds[i] for i in places]
-        )
+        samples = client.generate([prompts[i] for i in places], GROUP_SIZE, tokenizer, seeds=[seeds[i] for i in places])
         groups = [samples[first : first + GROUP_SIZE] for first in range(0, len(samples), GROUP_SIZE)]
         return {i: [(s.token_ids.tolist(), s.rollout_logprobs) for s in group] for i, group in zip(places, groups)}
 

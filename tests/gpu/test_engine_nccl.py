@@ -18,7 +18,13 @@ from megarl.sample import Prompt, Sample
 
 pytestmark = pytest.mark.gpu
 NUM_GPUS = torch.cuda.device_count()
-SIZE = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 256, "head_dim": 64}
+SIZE = {
+    "hidden_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 256,
+    "head_dim": 64,
+}
 MODELS = {
     "qwen2": ("qwen2", True, {}),
     "llama": ("llama", False, {}),
@@ -69,7 +75,9 @@ def references(tmp_path_factory):
         generator = torch.Generator().manual_seed(1)
         sequences = [torch.randint(0, 101, (n,), generator=generator).tolist() for n in SEQUENCE_LENGTHS]
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        logprobs = [model(torch.tensor([s])).logits[0].log_softmax(-1)[torch.arange(len(s) - 1), s[1:]] for s in sequences]
+        logprobs = [
+            model(torch.tensor([s])).logits[0].log_softmax(-1)[torch.arange(len(s) - 1), s[1:]] for s in sequences
+        ]
         loss = -torch.cat(logprobs).mean()
         loss.backward()
         made[name] = folder, sequences, [x.detach() for x in logprobs], loss.item(), hf_named_gradients(model)

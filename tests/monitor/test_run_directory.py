@@ -52,7 +52,10 @@ def test_a_resumed_run_keeps_the_lines_of_its_steps_and_sets_the_later_ones_asid
     assert names == ["step_000002", "step_000003.superseded_1"]
     about = json.loads((run.path / "env.json").read_text())
     assert about["resumed_from"].endswith("step_000002") and len(about["earlier"]) == 2
-    assert about["earlier"][0]["resumed_from"] is None and len({about["run_id"], *(e["run_id"] for e in about["earlier"])}) == 3
+    assert (
+        about["earlier"][0]["resumed_from"] is None
+        and len({about["run_id"], *(e["run_id"] for e in about["earlier"])}) == 3
+    )
 
 
 ODD = "a\u2028b\u2029c\x85d\x1ce\rf\ud800g 😀"  # ends of lines to Python's text, and half a character

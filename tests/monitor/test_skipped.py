@@ -28,7 +28,9 @@ def test_each_skipped_batch_is_kept_and_the_run_stops_beyond_the_limit(run):
         skipped = SkippedUpdates(2, run, console)
         skipped.add("step_000005", samples(), "the loss is nan")
         skipped.add("step_000005", samples(), "the loss is nan")
-        with pytest.raises(RunError, match="(?s)step_000007: the loss is inf.*trainer.max_skipped_updates: 2 were allowed"):
+        with pytest.raises(
+            RunError, match="(?s)step_000007: the loss is inf.*trainer.max_skipped_updates: 2 were allowed"
+        ):
             skipped.add("step_000007", samples(), "the loss is inf")
     files = sorted(file.name for file in (run.path / "skipped").iterdir())
     assert files == ["step_000005_1.pt", "step_000005_2.pt", "step_000007_3.pt"]
@@ -49,4 +51,6 @@ def test_logprobs_are_counted_where_they_are_trained():
 def test_the_reason_has_the_numbers():
     result = {"nonfinite_logprobs": 0.0, "loss": 0.5, "grad_norm": float("inf")}
     assert why_skipped(result) == "the loss is 0.5 and the gradient norm inf"
-    assert why_skipped(result | {"nonfinite_logprobs": 3.0}).startswith("3 log-probs or values are not finite, the loss")
+    assert why_skipped(result | {"nonfinite_logprobs": 3.0}).startswith(
+        "3 log-probs or values are not finite, the loss"
+    )

@@ -299,10 +299,12 @@ def test_a_missing_column_is_an_error():
 
 values = st.recursive(
     st.sampled_from([None, False, True, 0, 1.0, -0.0, 0.5, 1j, 1 + 0j, 10**400, float("inf"), "1", "0x1", "'", b"1"]),
-    lambda inner: st.lists(inner, max_size=2)
-    | st.lists(inner, max_size=2).map(tuple)
-    | st.dictionaries(st.sampled_from([0, 1.0, "1", ""]), inner, max_size=2)
-    | st.sets(st.sampled_from([0, True, 0.5, "a,b", "a", "b"]), max_size=2),
+    lambda inner: (
+        st.lists(inner, max_size=2)
+        | st.lists(inner, max_size=2).map(tuple)
+        | st.dictionaries(st.sampled_from([0, 1.0, "1", ""]), inner, max_size=2)
+        | st.sets(st.sampled_from([0, True, 0.5, "a,b", "a", "b"]), max_size=2)
+    ),
     max_leaves=4,
 )
 

@@ -187,9 +187,8 @@ def test_the_clients_own_retries_are_used_and_have_a_limit():
     ],
 )
 def test_an_endpoint_that_dies_or_lies_is_an_error_that_names_it(answer, message):
-    with serving(answer) as (url, _):
-        with pytest.raises(RunError, match=f"^{url}/v1: a-judge: .*({message})"):
-            reward(url)
+    with serving(answer) as (url, _), pytest.raises(RunError, match=f"^{url}/v1: a-judge: .*({message})"):
+        reward(url)
 
 
 def test_an_endpoint_that_hangs_or_is_not_there_is_an_error_that_names_it():

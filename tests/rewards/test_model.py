@@ -149,7 +149,9 @@ def test_what_gives_right_scores_is_accepted(make_tokens, given):
 def test_a_sample_that_the_reward_model_cannot_read_is_named(make_tokens, sample_of):
     tokens = make_tokens()
     short, long = sample_of("three"), sample_of("3" * 250, index=5)
-    text = r"^sample 5 of group 4 has \d+ tokens for the reward model, more than its context of 256 \(roles.reward_model"
+    text = (
+        r"^sample 5 of group 4 has \d+ tokens for the reward model, more than its context of 256 \(roles.reward_model"
+    )
     with pytest.raises(RunError, match=text):
         tokens.encode([short, long])
     short.token_ids[-2] = 448
@@ -171,7 +173,9 @@ def test_a_score_that_is_not_finite_is_an_error_of_who_gave_it(sample_of, score)
     model = RewardModel(tokens, lambda token_ids: lambda: answers, [])
     first, second = model.start_score([sample_of("a"), sample_of("b", index=3)])()
     assert (first.value, first.error, second.value) == (0.5, None, None) and first.seconds == second.seconds > 0
-    assert second.error.startswith(f"reward server 1 (URL): the score of sample 3 of group 4 is {score:g}, which is not")
+    assert second.error.startswith(
+        f"reward server 1 (URL): the score of sample 3 of group 4 is {score:g}, which is not"
+    )
 
 
 def test_a_servers_answer_is_one_number():

@@ -75,7 +75,9 @@ def test_a_failed_reward_stops_the_run_with_its_reason():
 def test_a_failed_reward_takes_its_sample_out_if_that_is_wanted():
     scored = scorer("gsm8k", on_error="drop_sample", max_error_ratio=0.25).score(samples_with(ONE_FAILS, group_size=2))
     assert [sample.prompt.answer for sample in scored.samples] == ["18", "19", "18"]
-    assert scored.metrics["reward/errors"] == scored.metrics["reward/dropped_samples"] == 1 and list(scored.failures) == [2]
+    assert scored.metrics["reward/errors"] == scored.metrics["reward/dropped_samples"] == 1 and list(
+        scored.failures
+    ) == [2]
     assert "1 of 4 rewards failed (rewards.on_error: drop_sample)" in REPORTED[-1] and "'many'" in REPORTED[-1]
 
 
@@ -86,16 +88,16 @@ def test_a_failed_reward_takes_its_group_out_if_that_is_wanted():
 
 
 def test_normalization_does_not_see_what_was_dropped():
-    mix = scorer(
-        {"gsm8k": {"normalize": "z_score"}, "completed": 1.0}, on_error="drop_sample", max_error_ratio=0.5
-    )
+    mix = scorer({"gsm8k": {"normalize": "z_score"}, "completed": 1.0}, on_error="drop_sample", max_error_ratio=0.5)
     scored = mix.score(samples_with(["18", "19", "many"]))
     assert [sample.reward for sample in scored.samples] == [2.0, 0.0]
 
 
 def test_more_failures_than_allowed_stop_the_run():
     limited = scorer("gsm8k", on_error="drop_sample", max_error_ratio=0.1)
-    with pytest.raises(RunError, match="1 of 4 rewards failed, rewards.max_error_ratio: 0.1 allows 0; the first: .*many"):
+    with pytest.raises(
+        RunError, match="1 of 4 rewards failed, rewards.max_error_ratio: 0.1 allows 0; the first: .*many"
+    ):
         limited.score(samples_with(ONE_FAILS))
 
 

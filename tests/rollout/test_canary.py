@@ -27,7 +27,9 @@ def trained(model):
 def canary(client, model, limit=LIMIT):
     """The trainer's side is transformers on the same weights."""
     actor = SimpleNamespace(
-        start_logprobs=lambda samples, temperature: lambda: [(reference_logprobs(model, x.token_ids), None) for x in samples]
+        start_logprobs=lambda samples, temperature: (
+            lambda: [(reference_logprobs(model, x.token_ids), None) for x in samples]
+        )
     )
     return Canary(actor, client, model.config.vocab_size, CONTEXT, limit)
 
@@ -41,7 +43,9 @@ def right(weights, before):
 
 
 def zeroed(weights, before):
-    return weights | {"model.layers.0.mlp.up_proj.weight": torch.zeros_like(weights["model.layers.0.mlp.up_proj.weight"])}
+    return weights | {
+        "model.layers.0.mlp.up_proj.weight": torch.zeros_like(weights["model.layers.0.mlp.up_proj.weight"])
+    }
 
 
 def swapped(weights, before):
@@ -91,7 +95,9 @@ def test_servers_that_disagree_below_the_limit_are_named():
     """Two servers on cue: one of them is off by less than the trainer may be."""
     expected = torch.linspace(-5, -1, 64)
     answers = {"http://one": expected, "http://two": expected + 5e-5}
-    with pytest.raises(RunError, match="http://one and http://two differ by 5e-05 .* above 1e-05: one of them has other weights"):
+    with pytest.raises(
+        RunError, match="http://one and http://two differ by 5e-05 .* above 1e-05: one of them has other weights"
+    ):
         Canary(None, None, 100, CONTEXT, LIMIT).compare(1, [(expected, None)], answers)
 
 

@@ -172,7 +172,9 @@ def test_too_few_responses_are_an_error(fake_server, make_client):
         make_client([url]).generate([PROMPT], 4, WordTokenizer())
 
 
-def test_a_stage_is_one_order_for_all_ranks_and_only_the_last_of_a_version_flushes_and_carries_it(fake_server, make_client):
+def test_a_stage_is_one_order_for_all_ranks_and_only_the_last_of_a_version_flushes_and_carries_it(
+    fake_server, make_client
+):
     url, calls = fake_server(lambda path, n: (200, {"success": True, "message": "ok"}))
     client = make_client([url])
     client._num_ranks[url] = 2  # else it asks a server that knows

@@ -14,5 +14,8 @@ def test_a_server_that_hangs_or_dies_is_started_again_and_takes_the_weights_befo
     assert seen.restarts == (2 if placement == "disaggregated" else 1), lines
     assert all(metrics["sync/canary_diff"] < 1e-5 for metrics in seen.metrics)
     if placement == "disaggregated":
-        assert "weight sync to version 2, stage 0" in lines and "bucket 1 of 1: not received by all servers within 10 s" in lines
+        assert (
+            "weight sync to version 2, stage 0" in lines
+            and "bucket 1 of 1: not received by all servers within 10 s" in lines
+        )
     assert "3 health checks in a row failed" in lines and "is back" in lines

@@ -91,9 +91,7 @@ def test_greedy_takes_the_most_likely_tokens_and_has_no_logprobs(sglang_server, 
 
 
 @pytest.mark.parametrize("prompt_length, response_length", [(200, 16), (246, 10), (250, 6), (255, 1)])
-def test_a_response_ends_where_the_context_ends(
-    sglang_server, make_client, tokenizer, prompt_length, response_length
-):
+def test_a_response_ends_where_the_context_ends(sglang_server, make_client, tokenizer, prompt_length, response_length):
     client = make_client([sglang_server.url], stop_token_ids=[], top_k=1)  # top_k: no end of turn by chance
     sample = client.generate([Prompt([], [7] * prompt_length)], 1, tokenizer)[0]
     assert sample.response_length == response_length

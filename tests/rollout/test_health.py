@@ -48,7 +48,9 @@ def test_the_last_strike_takes_a_server_out_and_the_last_server_closes_the_gate(
 
     (first, second, dead), asked = judged(scenario, {"a": [False], "b": [False]})
     assert first == (True, ["b"], True) and second == (True, [], False)
-    assert dead.keys() == {"a", "b"} and dead["a"].startswith("reset; then 3 health checks") and len(asked) == 2 * STRIKES
+    assert (
+        dead.keys() == {"a", "b"} and dead["a"].startswith("reset; then 3 health checks") and len(asked) == 2 * STRIKES
+    )
 
 
 def test_requests_that_fail_together_share_one_trial():

@@ -99,7 +99,9 @@ def test_a_push_pauses_sends_stage_by_stage_and_only_the_last_carries_the_versio
     sync.push(version=7)
     recorder.events.clear()
     metrics = sync.push(version=7)
-    assert metrics.keys() == {"sync/gb_per_s", "sync/verify_s", "sync/canary_diff"} and metrics["sync/canary_diff"] == 1e-6
+    assert (
+        metrics.keys() == {"sync/gb_per_s", "sync/verify_s", "sync/canary_diff"} and metrics["sync/canary_diff"] == 1e-6
+    )
     assert recorder.events == [
         "close_gate",
         "pause",

@@ -68,7 +68,9 @@ def test_a_dead_server_ends_the_run_though_others_could_do_its_work(sglang_serve
     dead = f"http://127.0.0.1:{free_port('127.0.0.1')}"
     samples = [sample_of([5], i) for i in range(4)]
     for urls, index in (([sglang_server.url, dead], 1), ([dead], 0)):
-        with pytest.raises(RunError, match=rf"^scoring by the teacher: teacher server {index} \({dead}\) is gone: .*Cannot connect"):
+        with pytest.raises(
+            RunError, match=rf"^scoring by the teacher: teacher server {index} \({dead}\) is gone: .*Cannot connect"
+        ):
             connect(urls).start_score(samples)()
     assert all(sample.teacher_logprobs is None for sample in samples)
 

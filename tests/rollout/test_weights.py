@@ -73,7 +73,14 @@ def test_a_filled_buffer_holds_the_tensors_end_to_end():
 
 def test_fill_reads_a_view_in_its_logical_order():
     transposed = torch.arange(6.0).reshape(2, 3).T
-    assert fill(torch.empty(24, dtype=torch.uint8), [("a", transposed)]).view(torch.float32).tolist() == [0, 3, 1, 4, 2, 5]
+    assert fill(torch.empty(24, dtype=torch.uint8), [("a", transposed)]).view(torch.float32).tolist() == [
+        0,
+        3,
+        1,
+        4,
+        2,
+        5,
+    ]
 
 
 def test_fill_refuses_a_tensor_off_its_alignment():

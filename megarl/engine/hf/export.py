@@ -75,7 +75,11 @@ def export_peft(
         weights = RoleWeights(source)
         if weights.lora is None:
             raise ConfigError(f"{source} has no adapters: it was trained whole (roles.{role}.lora)")
-        head = {name: tensor for name, tensor in weights.hf_tensors() if name.startswith("score.")} if weights.head == "value" else {}
+        head = (
+            {name: tensor for name, tensor in weights.hf_tensors() if name.startswith("score.")}
+            if weights.head == "value"
+            else {}
+        )
         copy_small_files(source / HF_FOLDER, partial)
         for name in ("config.json", "generation_config.json"):  # which are the base model's
             (partial / name).unlink(missing_ok=True)

@@ -76,7 +76,9 @@ def padded_vocab_size(shape: ModelShape, tensor_parallel: int) -> int:
     return -(-shape.vocab_size // multiple) * multiple
 
 
-def to_shard(shape: ModelShape, parameter: Parameter, tensors: list[torch.Tensor], rank: int, size: int) -> torch.Tensor:
+def to_shard(
+    shape: ModelShape, parameter: Parameter, tensors: list[torch.Tensor], rank: int, size: int
+) -> torch.Tensor:
     """This tensor-parallel rank's part of a parameter, from its full HF tensors in table order."""
     if len(tensors) == 3:
         groups = [t.view(shape.num_kv_heads, -1, *t.shape[1:]) for t in tensors]
@@ -112,7 +114,12 @@ def _joined(shards: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
 
 
 def load_shard(
-    shape: ModelShape, parameter: Parameter, destination: torch.Tensor, read: Callable[[str], torch.Tensor], rank: int, size: int
+    shape: ModelShape,
+    parameter: Parameter,
+    destination: torch.Tensor,
+    read: Callable[[str], torch.Tensor],
+    rank: int,
+    size: int,
 ) -> None:
     """Copy a parameter from HF tensors; `read(hf_name)` gives the full tensor."""
     names = parameter.hf_names(shape)

@@ -56,7 +56,9 @@ class RoleWeights:
         if weight.key == VALUE_HEAD_BIAS:  # without one SGLang's classes for Qwen leave theirs at random values
             return torch.tensor([self.value_head_bias()])
         whole = self._stored.read(weight.key, weight.index)
-        matrices = [self._stored.read(a.key, a.index) for a in self._adapters if a.parameter.adapted == weight.parameter]
+        matrices = [
+            self._stored.read(a.key, a.index) for a in self._adapters if a.parameter.adapted == weight.parameter
+        ]
         return merge(whole, *matrices, self.lora.scale) if matrices else whole
 
     def adapters(self) -> dict[Parameter, torch.Tensor]:

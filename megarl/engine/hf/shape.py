@@ -53,7 +53,9 @@ class ModelShape:
 
         family = hf.get("model_type")
         if family not in FAMILIES:
-            raise ConfigError(f"{where}: model_type {family!r} is not supported; supported: {', '.join(sorted(FAMILIES))}")
+            raise ConfigError(
+                f"{where}: model_type {family!r} is not supported; supported: {', '.join(sorted(FAMILIES))}"
+            )
         if hf.get("hidden_act", "silu") != "silu":
             raise ConfigError(f"{where}: hidden_act {hf['hidden_act']!r} is not supported; supported: silu")
         rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}

@@ -37,7 +37,9 @@ def compare(role_folder: Path, hf_folder: Path) -> str:
     their_exact, theirs = transformers_predictions(hf_folder, head, about["dtype"], sequences)
     difference = float((ours - theirs).abs().max())
     what = "scores" if head == "value" else "log-probs"
-    text = f"{what} of {len(sequences)} random sequences by transformers and by Megatron, in float32, differ by at most "
+    text = (
+        f"{what} of {len(sequences)} random sequences by transformers and by Megatron, in float32, differ by at most "
+    )
     text += f"{difference:.2g}, bound {BOUND:g}"
     if rounding := float(max((ours - our_exact).abs().max(), (theirs - their_exact).abs().max())):
         text += f"; rounding the weights moved them by at most {rounding:.2g}"
