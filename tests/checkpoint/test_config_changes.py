@@ -43,7 +43,7 @@ COUNTS = {
     "roles.reward_model": ("path",),
     "roles.reward_server": ("path",),
     "rollout": ("deterministic", "replay"),
-    "rollout.sampling": ("temperature", "top_p", "top_k", "max_new_tokens"),
+    "rollout.sampling": ("temperature", "top_p", "top_k", "max_new_tokens", "ignore_eos"),
     "trainer": ("steps",),
     "debug": ("shuffle_rewards",),
 }
