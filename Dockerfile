@@ -2,7 +2,7 @@
 # megarl with transformer-engine and NVIDIA's apex, for GPUs.
 #   docker build -t megarl .                                        most of the time goes into apex's kernels, for each GPU
 #   docker build --build-arg TORCH_CUDA_ARCH_LIST=9.0 -t megarl .   for H100 and H200 alone
-# How to run it, and which variables a cluster's network needs: README.md, "Docker".
+# How to run it, and which variables a cluster's network needs: launch/README.md.
 
 # The compiler must be of the CUDA version that torch was built with (13.0): apex refuses any other.
 FROM nvidia/cuda:13.0.2-cudnn-devel-ubuntu24.04@sha256:ae7f650405a3964972dacfa889273bf8e3fbe9709899afd187da01c4cdff3105 AS build
@@ -73,7 +73,7 @@ COPY --from=build /opt/megarl/.venv /opt/megarl/.venv
 COPY . /opt/megarl
 # CUDA_HOME: the compiler of torch's CUDA version, not the newer one among the Python packages, whose PTX the drivers of
 # CUDA 13.0 refuse. NCCL_DEBUG=WARN: NCCL's errors with their reason in the log of the rank, and not a line while all is
-# well. Which network NCCL uses is a property of the cluster and not of an image: see README.md.
+# well. Which network NCCL uses is a property of the cluster and not of an image: see launch/README.md.
 ENV PATH=/opt/megarl/.venv/bin:/usr/local/cuda/bin:$PATH \
     CUDA_HOME=/usr/local/cuda \
     PYTHONUNBUFFERED=1 \
