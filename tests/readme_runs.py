@@ -72,21 +72,40 @@ RUN_ELSEWHERE = {
     ],
     "tests/test_algorithms_learn.py::test_mean_reward_rises": ["python benchmarks/algorithms.py"],
     "tests/test_benchmarks.py::test_the_weight_sync_benchmark_runs_on_a_cpu": ["python benchmarks/weight_sync.py"],
+    "tests/test_throughput.py::test_a_real_run_is_measured_and_profiled": [
+        "python benchmarks/throughput.py qwen2.5-1.5b"
+    ],
     "tests/engine/test_convert_ckpt.py::test_the_benchmark_of_conversions_runs": ["python benchmarks/convert.py"],
     "tests/test_slurm.py::test_the_quickstart_goes_on_after_its_time_limit_and_trains_to_its_end": [
-        "sbatch --nodes=4 --gpus-per-node=8 launch/slurm/train.sbatch CONFIG"
+        "sbatch --nodes=4 --gpus-per-node=8 launch/slurm/train.sbatch CONFIG",
+        "sbatch --nodes=4 --gpus-per-node=8 launch/slurm/train.sbatch CONFIG name=x",
+    ],
+    "tests/test_slurm.py::test_a_job_of_one_node_has_no_cluster_and_goes_on_after_its_time_limit_too": [
+        "sbatch --gpus-per-node=8 launch/slurm/train_single_node.sbatch CONFIG name=x"
     ],
     "tests/test_ray_cluster.py::test_a_cluster_is_started_by_ssh_entered_with_its_token_and_ended": [
         'eval "$(launch/ray_cluster.sh start --nodes host1,host2)"',
         "launch/ray_cluster.sh stop",
     ],
     "tests/cluster/test_check.py::test_two_nodes_are_measured_and_the_one_with_another_version_is_named": [
-        "megarl check CONFIG device=cuda --ray-address auto"
+        "megarl check CONFIG device=cuda --ray-address auto",
+        "megarl check [CONFIG] [--ray-address HOST:PORT]",
+    ],
+    "tests/cluster/test_check.py::test_this_machine_is_fit_for_the_quickstart_and_nothing_is_left": [
+        "megarl check configs/quickstart.yaml"
     ],
     "tests/test_ray_cluster.py::test_training_on_the_cluster_needs_its_address_alone": [
-        "megarl train CONFIG device=cuda --ray-address auto"
+        "megarl train CONFIG device=cuda --ray-address auto",
+        "megarl train CONFIG --ray-address auto",
     ],
-    "tests/test_ray_cluster.py::test_training_is_submitted_as_a_job_of_ray": ["ray job submit"],
+    "tests/test_two_nodes.py::test_a_run_over_two_nodes_trains_syncs_and_leaves_nothing_in_the_cluster": [
+        "megarl train CONFIG --ray-address HOST:PORT"
+    ],
+    "tests/test_ray_cluster.py::test_training_is_submitted_as_a_job_of_ray": [
+        "launch/setup_env.sh jobs",
+        'eval "$(launch/ray_cluster.sh start --nodes host1,host2 --dashboard-port 8265)"',
+        "ray job submit --address http://127.0.0.1:8265 -- $PWD/.venv/bin/megarl train $PWD/CONFIG --ray-address auto",
+    ],
     "tests/rollout/test_checksum.py::test_sglangs_own_checker_shows_an_expert_that_does_not_come_and_a_zeroed_row": [
         "megarl train CONFIG name=checksum trainer.steps=2 debug.sync_checksum=true"
     ],
@@ -100,6 +119,11 @@ RUN_ELSEWHERE = {
     ],
     "tests/test_serve_ab.py::test_two_real_servers_are_split_one_is_killed_and_all_end_together": [
         "launch/serve_ab.sh MODEL_A MODEL_B --weight-b 0.1 --port 30000 --log ab.jsonl"
+    ],
+    "tests/test_dockerfile.py::test_the_steps_that_can_run_here_do_and_the_others_are_those_that_are_known": [
+        "docker build --build-arg USER_ID=$(id -u) --build-arg REVISION=$(git rev-parse HEAD) -t megarl .",
+        "docker run --rm --gpus all --shm-size=8g --ulimit memlock=-1 --ulimit nofile=1048576 --stop-timeout 180 "
+        '-v "$PWD:/workspace" -v megarl-cache:/home/megarl/.cache megarl megarl train CONFIG',
     ],
     "tests/test_dockerfile.py::test_the_packages_for_gpus_go_with_the_others_and_are_pinned": [
         "launch/setup_env.sh gpu"
