@@ -31,7 +31,7 @@ RUN_HERE = {
     "bash tests/run.sh": "tests/test_config_file.py",
     "source .venv/bin/activate": "",
     "megarl train configs/quickstart.yaml trainer.steps=100 seed=2 name=longer": MIDDLE,
-    "megarl train configs/quickstart.yaml name=longer trainer.steps=120 --resume auto": MIDDLE,
+    "megarl train configs/quickstart.yaml seed=2 name=longer trainer.steps=120 --resume auto": MIDDLE,
     "megarl train configs/quickstart.yaml name=three --seeds 1,2,3": SMALL,
     "megarl plot runs/three-seed1 runs/three-seed2 runs/three-seed3 --out curves.png": "",
     "tools/convert_ckpt.py --to-hf runs/longer exported --verify": "",
