@@ -35,6 +35,19 @@ def sees_gpu() -> bool:
         pynvml.nvmlShutdown()
 
 
+def visible_gpus() -> list[str]:
+    """Those of this machine that this process sees, as CUDA_VISIBLE_DEVICES names them."""
+    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return [gpu for gpu in visible.split(",") if gpu not in ("", "-1")]
+    if not sees_gpu():
+        return []
+    pynvml.nvmlInit()
+    try:
+        return [str(index) for index in range(pynvml.nvmlDeviceGetCount())]
+    finally:
+        pynvml.nvmlShutdown()
+
+
 def why_port_unusable(port: int) -> str | None:
     """Why a server could not listen on the port of this machine right now; None: it could."""
     if not 1 <= port <= 65535:

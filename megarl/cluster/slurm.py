@@ -24,9 +24,8 @@ from megarl.cluster.node import GONE_S, Head, RayNode, pick_port, ray_node
 from megarl.cluster.slurm_checks import Job, check, may_restart
 from megarl.config import Config, load
 from megarl.errors import ConfigError, RunError
-from megarl.machine import resolve_device
+from megarl.machine import resolve_device, visible_gpus
 from megarl.rollout.launch import die_with_parent, wait_for
-from megarl.rollout.serve_ab import visible_gpus
 
 INTERRUPTED = 130
 FIRST_PORT, NUM_PORTS = 20000, 10000  # below those that the kernel gives to whoever wants any

@@ -11,7 +11,7 @@ from megarl.checkpoint import folder as folders
 from megarl.cluster.placement import Node, group_requests, plan_nodes
 from megarl.config import Config
 from megarl.errors import ConfigError, RunError
-from megarl.rollout.serve_ab import visible_gpus
+from megarl.machine import visible_gpus
 
 EARLY_S = 60.0  # sbatch(1): the signal may be sent up to 60 seconds earlier than specified
 END_S = 60.0  # for servers, ranks and Ray to end after the save

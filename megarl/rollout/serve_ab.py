@@ -17,11 +17,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import pynvml
 from aiohttp import web
 
 from megarl.errors import ConfigError, RunError
-from megarl.machine import sees_gpu
+from megarl.machine import sees_gpu, visible_gpus
 from megarl.rollout.ab_proxy import ABProxy, Arm
 from megarl.rollout.server import Server, free_port, model_context_length
 from megarl.rollout.server_args import check_server_args
@@ -122,18 +121,6 @@ def check_gpus(options: argparse.Namespace) -> Iterator[str]:
     if both := set(chosen["--gpus-a"]) & set(chosen["--gpus-b"]):
         yield f"--gpus-b: {', '.join(sorted(both))} is in --gpus-a too; each server needs GPUs of its own"
     options.gpus_a, options.gpus_b = chosen["--gpus-a"], chosen["--gpus-b"]
-
-
-def visible_gpus() -> list[str]:
-    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return [gpu for gpu in visible.split(",") if gpu not in ("", "-1")]
-    if not sees_gpu():
-        return []
-    pynvml.nvmlInit()
-    try:
-        return [str(index) for index in range(pynvml.nvmlDeviceGetCount())]
-    finally:
-        pynvml.nvmlShutdown()
 
 
 def read_server_args(options: argparse.Namespace, words: list[str]) -> Iterator[str]:
