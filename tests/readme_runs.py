@@ -76,7 +76,7 @@ RUN_ELSEWHERE = {
         "python benchmarks/throughput.py qwen2.5-1.5b"
     ],
     "tests/engine/test_convert_ckpt.py::test_the_benchmark_of_conversions_runs": ["python benchmarks/convert.py"],
-    "tests/test_slurm.py::test_the_quickstart_goes_on_after_its_time_limit_and_trains_to_its_end": [
+    "tests/test_slurm.py::test_a_job_of_two_nodes_goes_on_after_its_time_limit_and_trains_to_its_end": [
         "sbatch --nodes=4 --gpus-per-node=8 launch/slurm/train.sbatch CONFIG",
         "sbatch --nodes=4 --gpus-per-node=8 launch/slurm/train.sbatch CONFIG name=x",
     ],

@@ -117,11 +117,18 @@ def checkpoints(run_path: Path) -> list[str]:
     return sorted(path.name for path in (run_path / "checkpoints").glob("step_*"))
 
 
-def test_the_quickstart_goes_on_after_its_time_limit_and_trains_to_its_end(tmp_path, cluster):
+FEW = ("warm_start.steps=50", "trainer.steps=6", "data.validation=null", "checkpoint.deadline_s=60")
+TWO_NODES = {  # config -> overrides
+    SFT: ("roles.actor.nodes=2", "roles.actor.cpus_per_rank=2", "trainer.steps=300"),
+    QUICKSTART: (*ON_BOTH, *FEW),
+}
+
+
+@pytest.mark.parametrize("config", [SFT, pytest.param(QUICKSTART, marks=pytest.mark.soak)])
+def test_a_job_of_two_nodes_goes_on_after_its_time_limit_and_trains_to_its_end(tmp_path, cluster, config):
     """The port that the job's number gives is taken, and the warning comes by hand: limits are of whole minutes."""
-    few = ("warm_start.steps=50", "trainer.steps=6", "data.validation=null", "checkpoint.deadline_s=60")
     run_path = tmp_path / "runs/test"
-    job = Job(tmp_path, QUICKSTART, "name=test", *ON_BOTH, *few, options=("--time=60",))
+    job = Job(tmp_path, config, "name=test", *TWO_NODES[config], options=("--time=60",))
     with socket.create_server(("", port := FIRST_PORT + int(job.id) % NUM_PORTS)), job:
         job.wait_for_text("2 nodes have joined the Ray cluster: n1, n2", START_S)
         assert re.search(rf"the head of the Ray cluster is n1 \(\S+:{port + 1}\)", job.output)
@@ -135,10 +142,15 @@ def test_the_quickstart_goes_on_after_its_time_limit_and_trains_to_its_end(tmp_p
         job.wait_for_text(f"going on from runs/test/checkpoints/{saved[-1]}", START_S)
         assert job.wait(END_S) == 0, job.output + logs(cluster)
         assert job.about("Restarts") == "1"
+    last = checkpoints(run_path)[-1]
+    assert saved[-1] < last
+    if config == SFT:
+        assert last == "step_000300"
+        return
     found = steps(run_path)
     assert [metrics["step"] for metrics in found] == list(range(1, 7)), job.output
     assert all(metrics["rollout/logprob_diff_mean"] < 1e-5 for metrics in found), found
-    assert saved[-1] < "step_000006" and "step_000006" in checkpoints(run_path)
+    assert last == "step_000006"
 
 
 @pytest.mark.soak

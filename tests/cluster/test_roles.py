@@ -129,6 +129,7 @@ def test_actor_and_critic_train_side_by_side_under_different_layouts(tmp_path, m
     assert not Path(f"/proc/{hung}").exists()
 
 
+@pytest.mark.soak
 def test_a_reward_model_is_an_actor_with_a_value_head_and_its_run_has_no_servers(tmp_path):
     model = write_hf_model(tmp_path / "model", "qwen2", True, vocab_size=101, num_layers=1)
     config = Config.model_validate(
@@ -154,6 +155,7 @@ def test_a_reward_model_is_an_actor_with_a_value_head_and_its_run_has_no_servers
     assert sorted(file.name for file in (tmp_path / "logs").iterdir()) == ["actor-0.log"]
 
 
+@pytest.mark.soak
 @torch.no_grad()
 def test_the_engine_of_a_reward_is_frozen_and_stays_where_it_is(tmp_path):
     from transformers import AutoModelForSequenceClassification

@@ -193,7 +193,7 @@ RESHARDED = {  # family, tied, head, dtype, saved under, loaded under: number of
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("case", RESHARDED)
+@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.soak) if "TP 4" in c else c for c in RESHARDED])
 def test_training_goes_on_under_another_layout(tmp_path, case):
     family, tied, head, dtype, (saved_on, saved_under), (loaded_on, loaded_under) = RESHARDED[case]
     model = write_model(tmp_path / "model", family, tied, num_layers=4)

@@ -227,6 +227,7 @@ def wait_for_requests(url: str) -> None:
             num_requests = sum(load["num_reqs"] for load in json.load(response))
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "layout, way",
     [

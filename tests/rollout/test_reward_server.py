@@ -51,6 +51,9 @@ def train_and_export(rank, folder):
     return sum(rows[NUM_STEPS * NUM_PAIRS :][:NUM_PAIRS], [])
 
 
+pytestmark = pytest.mark.soak  # a server of its own
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """(folder with toy/model and reward, samples that it was not trained on)"""

@@ -75,6 +75,7 @@ def test_a_given_port_in_use_is_refused_at_once(model_folder, tmp_path):
             make_server(model_folder, tmp_path, port=port).start()
 
 
+@pytest.mark.soak
 def test_an_option_value_that_sglang_refuses_is_shown_and_leaves_no_process(model_folder, tmp_path):
     server = make_server(model_folder, tmp_path, attention_backend="nonsense")
     server.start()
