@@ -57,7 +57,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, help="where models and runs are kept; default: a temporary one")
     parser.add_argument("--out", type=Path, help="JSON file, written after each step that counts")
     parser.add_argument("--compare", type=Path, nargs=2, metavar=("BEFORE.json", "AFTER.json"))
-    parser.add_argument("--fail-if-slower", type=share, metavar="PERCENT", help="by more, beyond the noise: exit code 1")
+    parser.add_argument(
+        "--fail-if-slower", type=share, metavar="PERCENT", help="by more, beyond the noise: exit code 1"
+    )
     options = parser.parse_intermixed_args()
     options.models = models_of(options.points)
     if problems := list(problems_of(options)):
