@@ -3,9 +3,7 @@
 import json
 from pathlib import Path
 
-_QWEN2 = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
+_QWEN = {
     "hidden_act": "silu",
     "attention_dropout": 0.0,
     "initializer_range": 0.02,
@@ -14,6 +12,7 @@ _QWEN2 = {
     "use_cache": True,
     "use_sliding_window": False,
 }
+_QWEN2 = _QWEN | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 
 # Qwen2.5's numbers are those of the Instruct models on the Hugging Face hub.
 _QWEN2_5 = _QWEN2 | {
@@ -23,17 +22,10 @@ _QWEN2_5 = _QWEN2 | {
     "torch_dtype": "bfloat16",
 }
 
-_QWEN3_MOE = {
+_QWEN3_MOE = _QWEN | {
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
-    "hidden_act": "silu",
     "attention_bias": False,
-    "attention_dropout": 0.0,
-    "initializer_range": 0.02,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000.0,
-    "use_cache": True,
-    "use_sliding_window": False,
     "bos_token_id": 151643,
     "eos_token_id": 151645,
     "max_position_embeddings": 40960,

@@ -5,6 +5,7 @@ import argparse
 import os
 import signal
 import sys
+from collections.abc import Callable
 
 import megarl
 from megarl import data_report
@@ -19,11 +20,16 @@ from megarl.machine import resolve_device
 def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     options = parse(arguments)
+    if options.command == "train":
+        return exit_code(lambda: train(options, ["megarl", *arguments]))
+    return exit_code(lambda: COMMANDS[options.command](options))
+
+
+def exit_code(command: Callable[[], int]) -> int:
+    """What the command returns; where it raises, the code that stands for that, with the reason on stderr."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what was begun is taken away
     try:
-        if options.command == "train":
-            return train(options, ["megarl", *arguments])
-        return COMMANDS[options.command](options)
+        return command()
     except ConfigError as error:
         return fail(error, 2)
     except RunError as error:

@@ -13,7 +13,6 @@ import re
 import secrets
 import shlex
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -23,7 +22,7 @@ from pathlib import Path
 
 import psutil
 
-from megarl.cli import fail
+from megarl.cli import exit_code
 from megarl.cluster.token_file import write_token
 from megarl.errors import ConfigError, RunError
 
@@ -38,16 +37,12 @@ POLL_S = 1.0
 
 def main(arguments: list[str]) -> int:
     options = parse(arguments)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
+
+    def run() -> int:
         COMMANDS[options.command](options)
         return 0
-    except ConfigError as error:
-        return fail(error, 2)
-    except RunError as error:
-        return fail(error, 1)
-    except KeyboardInterrupt:
-        return fail("interrupted", 130)
+
+    return exit_code(run)
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
