@@ -5,7 +5,6 @@ module as a program: `python -m megarl.many_seeds PARENT_PID train CONFIG ...`.
 """
 
 import argparse
-import fcntl
 import json
 import os
 import re
@@ -26,6 +25,7 @@ from megarl.config_checks import refuse_used_run
 from megarl.errors import ConfigError, RunError
 from megarl.monitor.table import new_table, print_table
 from megarl.rollout.launch import die_with_parent
+from megarl.run_lock import refuse_in_use
 
 if TYPE_CHECKING:
     from megarl.checkpoint.resume import Resume
@@ -126,8 +126,7 @@ def read(options: argparse.Namespace) -> tuple[Config, list[Config], list["Resum
     resumes: list[Resume | None] = [None] * len(configs)
     for index, config in enumerate(configs):
         try:
-            if is_in_use(config.run_path):
-                raise ConfigError(f"name: {config.run_path} is in use by a run that has not ended")
+            refuse_in_use(config.run_path)
             if options.resume == "never":
                 refuse_used_run(config)
             elif options.resume == "auto":
@@ -157,18 +156,6 @@ def read_seeds(text: str, problems: list[str]) -> list[int]:
 def refusal(problems: list[str]) -> ConfigError:
     header = [f"{len(problems)} problems:"] if len(problems) > 1 else []
     return ConfigError("\n".join(header + problems))
-
-
-def is_in_use(run_path: Path) -> bool:
-    """Whether a run there has not ended: `RunDirectory` holds this lock."""
-    try:
-        with open(run_path / ".lock") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
-    except BlockingIOError:
-        return True
-    return False
 
 
 def child_arguments(arguments: list[str], options: argparse.Namespace, config: Config) -> list[str]:

@@ -1,7 +1,6 @@
 """runs/NAME/: config.yaml, env.json, metrics.jsonl, samples.jsonl, logs/, checkpoints/, and if need be
 failed_rewards.jsonl, skipped/ and what sinks write."""
 
-import fcntl
 import importlib.metadata
 import json
 import math
@@ -12,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,8 +19,9 @@ from megarl.checkpoint.folder import last_good, remove_leftovers, set_aside_newe
 from megarl.cluster.run_tag import new_run_id
 from megarl.config import Config
 from megarl.config_file import dump
-from megarl.errors import ConfigError, RunError
+from megarl.errors import RunError
 from megarl.monitor.sinks import Sinks
+from megarl.run_lock import locked
 from megarl.sample import Sample
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class RunDirectory:
         with self._writing(""):
             for folder in ("logs", "checkpoints"):
                 (self.path / folder).mkdir(parents=True, exist_ok=True)
-            self._lock = locked(self.path / ".lock")
+            self._lock = locked(self.path)
             step = resume.step if resume else None
             self.resumed_step = -1 if step is None else step  # the last one that this start of the run does not do
             for name in ("metrics.jsonl", "samples.jsonl", "failed_rewards.jsonl"):
@@ -137,17 +137,6 @@ class RunDirectory:
                 raise
             text = f"{self.path / name} cannot be written: {cause.strerror}; {last_good(self.path)}"
             raise RunError(text) from error
-
-
-def locked(file: Path) -> TextIO:
-    """The file, locked until it is closed or this process ends. ConfigError where another process has it."""
-    opened = open(file, "w")
-    try:
-        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        opened.close()
-        raise ConfigError(f"name: {file.parent} is in use by a run that has not ended") from None
-    return opened
 
 
 def keep_steps(file: Path, step: int | None) -> None:
