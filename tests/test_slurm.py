@@ -209,11 +209,11 @@ def test_a_node_that_does_not_join_is_named_and_all_others_end(tmp_path, cluster
 
 @pytest.mark.soak
 def test_the_whole_quickstart_is_cut_by_its_time_limit_and_learns_all_the_same(tmp_path, cluster):
-    """Limits in minutes: the warning comes 75 to 135 s before the end of four minutes."""
-    short = ("checkpoint.deadline_s=30", "cluster.start_timeout_s=45", "rollout.start_timeout_s=75")
+    """Limits in minutes: the warning comes 80 to 140 s before the end of four minutes."""
+    short = ("checkpoint.deadline_s=20", "cluster.start_timeout_s=45", "rollout.start_timeout_s=75")
     run_path = tmp_path / "runs/test"
-    variables = {"MEGARL_SIGNAL_LEAD": "75", "MEGARL_JOIN_TIMEOUT_S": "25"}
-    options = ("--time=4", "--signal=B:USR1@75")
+    variables = {"MEGARL_SIGNAL_LEAD": "80", "MEGARL_JOIN_TIMEOUT_S": "25"}
+    options = ("--time=4", "--signal=B:USR1@80")
     with Job(tmp_path, QUICKSTART, "name=test", *ON_BOTH, *short, options=options, **variables) as job:
         assert job.wait(4 * END_S) == 0, job.output
         assert int(job.about("Restarts")) >= 1, job.output
